@@ -1,11 +1,11 @@
 """The mesh: ranks in a grid whose axes have names.
 
     mesh = Mesh((2, 4), ("dp", "tp"))       # ranks 0..7; tp runs fastest
-    mesh.size("tp"), mesh.index("tp")       # 4, and this rank's place on that axis
+    mesh.size("tp"), mesh.index("tp")       # 4, and this rank's index on that axis
     mesh.comm("tp")                         # the Communicator of the ranks that differ from this one in tp only
     mesh.comm("dp", "tp")                   # ... in dp and tp: the two axes as one group
     mesh["tp"], mesh["dp", "tp"]            # the sub-mesh of those axes that this rank is in
-    mesh.at(pp=1)                           # the ranks at that place of an axis, whichever rank asks
+    mesh.at(pp=1)                           # the ranks at that index of an axis, whichever rank asks
 
 A mesh is a description until a group is asked for: a plan for 1,024 ranks can be made where one process runs.
 """
@@ -105,17 +105,17 @@ class Mesh:
         return bool((self.ranks == rank).any())
 
     def coordinate(self, rank: int | None = None) -> tuple[int, ...]:
-        """The place of a rank of the world (by default this one) in the grid."""
+        """The coordinate of a rank of the world (by default this one)."""
         rank = worlds.rank() if rank is None else rank
         if rank not in self._coordinates:
-            places = np.argwhere(self.ranks == rank)
-            if not len(places):
+            indices = np.argwhere(self.ranks == rank)
+            if not len(indices):
                 raise UsageError(f"rank {rank} is not in {self}, whose ranks are {self._shown()}")
-            self._coordinates[rank] = tuple(int(place) for place in places[0])
+            self._coordinates[rank] = tuple(int(index) for index in indices[0])
         return self._coordinates[rank]
 
     def index(self, *names: str, rank: int | None = None) -> int:
-        """The place of a rank (by default this one) along these axes, the last one running fastest."""
+        """The index of a rank (by default this one) along these axes, the last one running fastest."""
         coordinate = self.coordinate(rank)
         index = 0
         for name in names or self.names:
@@ -123,14 +123,14 @@ class Mesh:
             index = index * self.shape[axis] + coordinate[axis]
         return index
 
-    def rank_at(self, **places: int) -> int:
-        """The rank at a place: mesh.rank_at(dp=0, tp=3). Axes that are not named stay at this rank's own place."""
-        coordinate = list(self.coordinate()) if len(places) < self.ndim else [0] * self.ndim
-        for name, place in places.items():
+    def rank_at(self, **indices: int) -> int:
+        """The rank at a coordinate: mesh.rank_at(dp=0, tp=3). Axes that are not named stay at this rank's own index."""
+        coordinate = list(self.coordinate()) if len(indices) < self.ndim else [0] * self.ndim
+        for name, index in indices.items():
             axis = self.axis(name)
-            if not 0 <= place < self.shape[axis]:
-                raise UsageError(f"{name}={place} is off the mesh: expected 0 to {self.shape[axis] - 1}")
-            coordinate[axis] = place
+            if not 0 <= index < self.shape[axis]:
+                raise UsageError(f"{name}={index} is off the mesh: expected 0 to {self.shape[axis] - 1}")
+            coordinate[axis] = index
         return int(self.ranks[tuple(coordinate)])
 
     def along(self, *names: str, rank: int | None = None) -> tuple[int, ...]:
@@ -149,27 +149,27 @@ class Mesh:
         names = (names,) if isinstance(names, str) else tuple(names)
         return Mesh._made(names, self._slab(names, None), self._root or self)
 
-    def at(self, **places: int) -> Mesh:
-        """The ranks at these places, as a mesh of the same axes, of which those named have one rank: mesh.at(pp=0)."""
-        cut: list[Any] = [slice(None)] * self.ndim
-        for name, place in places.items():
+    def at(self, **indices: int) -> Mesh:
+        """The ranks at these indices, as a mesh of the same axes, of which those named have one rank: mesh.at(pp=0)."""
+        selected: list[Any] = [slice(None)] * self.ndim
+        for name, index in indices.items():
             axis = self.axis(name)
-            if not 0 <= place < self.shape[axis]:
-                raise UsageError(f"{name}={place} is off the mesh: expected 0 to {self.shape[axis] - 1}")
-            cut[axis] = slice(place, place + 1)
-        return Mesh._made(self.names, self.ranks[tuple(cut)])
+            if not 0 <= index < self.shape[axis]:
+                raise UsageError(f"{name}={index} is off the mesh: expected 0 to {self.shape[axis] - 1}")
+            selected[axis] = slice(index, index + 1)
+        return Mesh._made(self.names, self.ranks[tuple(selected)])
 
     def flatten(self, names: Sequence[str], name: str | None = None) -> Mesh:
         """The mesh with these axes made one, instead of the first of them; called a_b unless named."""
         axes = self._axes(tuple(names))
         merged = name or "_".join(names)
         order = [axis for axis in range(self.ndim) if axis not in axes]
-        place = sum(axis < axes[0] for axis in order)
+        index = sum(axis < axes[0] for axis in order)
         new_names = [self.names[axis] for axis in order]
-        new_names.insert(place, merged)
+        new_names.insert(index, merged)
         shape = [self.shape[axis] for axis in order]
-        shape.insert(place, self.size(*names))
-        order[place:place] = axes
+        shape.insert(index, self.size(*names))
+        order[index:index] = axes
         return Mesh(shape, new_names, self.ranks.transpose(order))
 
     def _axes(self, names: tuple[str, ...]) -> tuple[int, ...]:
@@ -181,9 +181,9 @@ class Mesh:
     def _slab(self, names: tuple[str, ...], rank: int | None) -> np.ndarray:
         axes = self._axes(names)
         coordinate = self.coordinate(rank)
-        cut: Any = tuple(slice(None) if axis in axes else coordinate[axis] for axis in range(self.ndim))
+        selected: Any = tuple(slice(None) if axis in axes else coordinate[axis] for axis in range(self.ndim))
         kept = sorted(axes)
-        return self.ranks[cut].transpose([kept.index(axis) for axis in axes])
+        return self.ranks[selected].transpose([kept.index(axis) for axis in axes])
 
     def _shown(self) -> str:
         flat = self.ranks.reshape(-1).tolist()

@@ -68,16 +68,16 @@ def _normal(placement: Placement, ndim: int) -> Placement:
     raise UsageError(f"placement {placement!r}: expected Shard(dim), Replicate() or Partial(op)")
 
 
-def chunk_sizes(length: int, pieces: int) -> list[int]:
+def chunk_sizes(length: int, count: int) -> list[int]:
     """How torch.chunk cuts a length, with empty shards at the end where it would return fewer."""
-    full = -(-length // pieces)
-    return [max(0, min(full, length - full * piece)) for piece in range(pieces)]
+    full = -(-length // count)
+    return [max(0, min(full, length - full * index)) for index in range(count)]
 
 
-def nested_chunk_sizes(length: int, pieces: Sequence[int]) -> list[int]:
+def nested_chunk_sizes(length: int, counts: Sequence[int]) -> list[int]:
     """The sizes when each axis cuts what the one before it left, the last axis running fastest."""
     sizes = [length]
-    for count in pieces:
+    for count in counts:
         sizes = [part for size in sizes for part in chunk_sizes(size, count)]
     return sizes
 
@@ -92,9 +92,9 @@ def local_box(
     for axis, placement in enumerate(placements):
         dim = shard_dim(placement)
         if dim is not None:
-            cuts = chunk_sizes(sizes[dim], mesh.shape[axis])
-            offsets[dim] += sum(cuts[: coordinate[axis]])
-            sizes[dim] = cuts[coordinate[axis]]
+            chunks = chunk_sizes(sizes[dim], mesh.shape[axis])
+            offsets[dim] += sum(chunks[: coordinate[axis]])
+            sizes[dim] = chunks[coordinate[axis]]
     return tuple(sizes), tuple(offsets)
 
 

@@ -74,8 +74,8 @@ def reshard(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -
         raise UsageError(
             f"reshard from {source} to {mesh}: the two have different ranks; expected meshes of the same ranks"
         )
-    whole = _Reshard.apply(tensor, source, (Replicate(),) * source.ndim)
-    return reshard(whole.to_local(), mesh, placements)
+    full = _Reshard.apply(tensor, source, (Replicate(),) * source.ndim)
+    return reshard(full.to_local(), mesh, placements)
 
 
 def move(
@@ -119,16 +119,16 @@ class Mover:
 
     def connect(self) -> Mover:
         """Make the groups now, where every rank of the mesh makes the same movers in the same order."""
-        for _, place in self._steps:
-            if place.step.communicates:
-                _ = place.comm
+        for _, exchange in self._steps:
+            if exchange.step.communicates:
+                _ = exchange.comm
         return self
 
     def __call__(self, local: torch.Tensor) -> torch.Tensor:
         if self._empty is not None:
             return local.new_empty(self._empty)
-        for step, place in self._steps:
-            local = step(local, place)
+        for step, exchange in self._steps:
+            local = step(local, exchange)
         return local
 
 
@@ -190,10 +190,10 @@ class _Exchange:
         names = [mesh.names[axis] for axis in step.axes]
         # What the step cuts or joins is the shard that the other axes leave.
         others = [Replicate() if axis in step.axes else placement for axis, placement in enumerate(state)]
-        whole = local_shape(shape, mesh, others)
+        full = local_shape(shape, mesh, others)
         counts = [mesh.shape[axis] for axis in step.axes]
         dims = [dim for placement in (step.before, step.after) if (dim := shard_dim(placement)) is not None]
-        return cls(mesh, step, mesh.index(*names), {dim: nested_chunk_sizes(whole[dim], counts) for dim in dims})
+        return cls(mesh, step, mesh.index(*names), {dim: nested_chunk_sizes(full[dim], counts) for dim in dims})
 
     @property
     def joined(self) -> int:
@@ -203,7 +203,7 @@ class _Exchange:
         return dim
 
     @property
-    def cut(self) -> int:
+    def sharded_dim(self) -> int:
         """The dim that the step cuts."""
         dim = shard_dim(self.step.after)
         assert dim is not None
@@ -230,67 +230,67 @@ class _Exchange:
         return [ranks.index(rank) for rank in self.mesh.along(*self.names)]
 
 
-def _all_reduce(local: torch.Tensor, place: _Exchange) -> torch.Tensor:
+def _all_reduce(local: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
     total = local.clone(memory_format=torch.contiguous_format)
-    place.comm.all_reduce(total, place.op)
+    exchange.comm.all_reduce(total, exchange.op)
     return total
 
 
-def _all_gather(local: torch.Tensor, place: _Exchange) -> torch.Tensor:
-    dim = place.joined
-    lengths = place.lengths[dim]
+def _all_gather(local: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
+    dim = exchange.joined
+    lengths = exchange.lengths[dim]
     longest = max(lengths)
-    piece = local.movedim(dim, 0)
-    if len(piece) < longest:
-        piece = torch.cat([piece, piece.new_zeros(longest - len(piece), *piece.shape[1:])])
-    gathered = piece.new_empty(len(lengths), *piece.shape)
-    place.comm.all_gather_into(gathered, piece.contiguous())
-    pieces = [gathered[rank][:length] for rank, length in zip(place.in_group, lengths, strict=True)]
-    return torch.cat([piece.movedim(0, dim) for piece in pieces], dim)
+    shard = local.movedim(dim, 0)
+    if len(shard) < longest:
+        shard = torch.cat([shard, shard.new_zeros(longest - len(shard), *shard.shape[1:])])
+    gathered = shard.new_empty(len(lengths), *shard.shape)
+    exchange.comm.all_gather_into(gathered, shard.contiguous())
+    shards = [gathered[rank][:length] for rank, length in zip(exchange.in_group, lengths, strict=True)]
+    return torch.cat([shard.movedim(0, dim) for shard in shards], dim)
 
 
-def _reduce_scatter(local: torch.Tensor, place: _Exchange) -> torch.Tensor:
-    dim = place.cut
-    lengths = place.lengths[dim]
+def _reduce_scatter(local: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
+    dim = exchange.sharded_dim
+    lengths = exchange.lengths[dim]
     longest = max(lengths)
     rows = local.movedim(dim, 0)
     padded = rows.new_zeros(len(lengths), longest, *rows.shape[1:])
-    for rank, piece in zip(place.in_group, rows.split(lengths), strict=True):
-        padded[rank][: len(piece)] = piece
-    reduced = place.comm.reduce_scatter(padded.flatten(0, 1), place.op)
-    return reduced[: lengths[place.me]].movedim(0, dim).contiguous()
+    for rank, shard in zip(exchange.in_group, rows.split(lengths), strict=True):
+        padded[rank][: len(shard)] = shard
+    reduced = exchange.comm.reduce_scatter(padded.flatten(0, 1), exchange.op)
+    return reduced[: lengths[exchange.me]].movedim(0, dim).contiguous()
 
 
-def _all_to_all(local: torch.Tensor, place: _Exchange) -> torch.Tensor:
-    joined, cut = place.joined, place.cut
-    order = place.in_group
+def _all_to_all(local: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
+    joined, sharded_dim = exchange.joined, exchange.sharded_dim
+    order = exchange.in_group
     outgoing: list[torch.Tensor] = [local] * len(order)
-    for rank, piece in zip(order, local.split(place.lengths[cut], cut), strict=True):
-        outgoing[rank] = piece
+    for rank, shard in zip(order, local.split(exchange.lengths[sharded_dim], sharded_dim), strict=True):
+        outgoing[rank] = shard
     shapes: list[list[int]] = [[]] * len(order)
-    for rank, length in zip(order, place.lengths[joined], strict=True):
+    for rank, length in zip(order, exchange.lengths[joined], strict=True):
         shapes[rank] = list(local.shape)
-        shapes[rank][cut], shapes[rank][joined] = place.lengths[cut][place.me], length
-    came = place.comm.all_to_all(
-        torch.cat([piece.reshape(-1) for piece in outgoing]),
-        [piece.numel() for piece in outgoing],
+        shapes[rank][sharded_dim], shapes[rank][joined] = exchange.lengths[sharded_dim][exchange.me], length
+    came = exchange.comm.all_to_all(
+        torch.cat([shard.reshape(-1) for shard in outgoing]),
+        [shard.numel() for shard in outgoing],
         [math.prod(shape) for shape in shapes],
     )
-    pieces = [flat.view(shape) for flat, shape in zip(came.split([math.prod(s) for s in shapes]), shapes, strict=True)]
-    return torch.cat([pieces[rank] for rank in order], joined)
+    shards = [flat.view(shape) for flat, shape in zip(came.split([math.prod(s) for s in shapes]), shapes, strict=True)]
+    return torch.cat([shards[rank] for rank in order], joined)
 
 
-def _cut(local: torch.Tensor, place: _Exchange) -> torch.Tensor:
-    dim = place.cut
-    return local.split(place.lengths[dim], dim)[place.me].clone(memory_format=torch.contiguous_format)
+def _slice(local: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
+    dim = exchange.sharded_dim
+    return local.split(exchange.lengths[dim], dim)[exchange.me].clone(memory_format=torch.contiguous_format)
 
 
-def _spread(local: torch.Tensor, place: _Exchange) -> torch.Tensor:
-    dim = place.joined
+def _spread(local: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
+    dim = exchange.joined
     shape = list(local.shape)
-    shape[dim] = sum(place.lengths[dim])
+    shape[dim] = sum(exchange.lengths[dim])
     spread = local.new_zeros(shape)
-    spread.narrow(dim, sum(place.lengths[dim][: place.me]), local.shape[dim]).copy_(local)
+    spread.narrow(dim, sum(exchange.lengths[dim][: exchange.me]), local.shape[dim]).copy_(local)
     return spread
 
 
@@ -305,7 +305,7 @@ _STEPS: dict[str, Callable[[torch.Tensor, _Exchange], torch.Tensor]] = {
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
-    "cut": _cut,
+    "cut": _slice,
     "spread": _spread,
-    "assign": lambda local, place: _assign(local, place.step.after, place.me),
+    "assign": lambda local, exchange: _assign(local, exchange.step.after, exchange.me),
 }

@@ -28,7 +28,7 @@ class Blocks:
             return self.names[number]
         return f"{self.path}.{number}" if self.path else str(number)
 
-    def places(self, model: nn.Module) -> list[tuple[dict[str, nn.Module | None], str]]:
+    def holders(self, model: nn.Module) -> list[tuple[dict[str, nn.Module | None], str]]:
         """Where each block stands in the model: the holder's modules, and the block's key among them."""
         if not self.names:
             holder = model.get_submodule(self.path)._modules

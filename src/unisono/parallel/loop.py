@@ -275,10 +275,12 @@ class OwnLoop:
         gather = _Gather(0, lengths, self._data)
         return tree_map(lambda leaf: gather(leaf) if isinstance(leaf, torch.Tensor) else leaf, outputs)
 
-    def _gathered_where(self, outputs: Any, places: Sequence[SampleDim | None], lengths: Lengths) -> Any:
+    def _gathered_where(self, outputs: Any, output_dims: Sequence[SampleDim | None], lengths: Lengths) -> Any:
         """The outputs of all data ranks, of which it is known where samples are; what has none is the same on each."""
         leaves, spec = tree_flatten(outputs)
-        for number, ((path, leaf), where) in enumerate(zip(tree_flatten_with_path(outputs)[0], places, strict=True)):
+        for number, ((path, leaf), where) in enumerate(
+            zip(tree_flatten_with_path(outputs)[0], output_dims, strict=True)
+        ):
             if _hides_tensors(leaf):
                 raise _hidden(keystr(path), leaf)
             if not isinstance(leaf, torch.Tensor) or where is None:

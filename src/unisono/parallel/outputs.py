@@ -20,7 +20,7 @@ def joined(
     parts: Sequence[Any],
     rows: Sequence[int],
     comm: Communicator,
-    places: Sequence[SampleDim | None],
+    output_dims: Sequence[SampleDim | None],
     may_lack_samples: bool = False,
 ) -> Any:
     """`parts` are this rank's outputs for its microbatches of `rows` samples; `comm` joins the data ranks.
@@ -31,29 +31,29 @@ def joined(
     if len(parts) == 1 and comm.size == 1:
         return parts[0]
     # A part may look right by chance: so that no rank waits for one that refuses, all hear what each has found.
-    wrong = next(filter(None, comm.all_gather_object(_fault(parts, rows, places, may_lack_samples))), None)
+    wrong = next(filter(None, comm.all_gather_object(_fault(parts, rows, output_dims, may_lack_samples))), None)
     if wrong:
         raise UsageError(f"predict: {wrong}")
     flat = [tree_flatten(part) for part in parts]
     leaves, spec = flat[0]
-    for place, (leaf, where) in enumerate(zip(leaves, places, strict=True)):
+    for index, (leaf, where) in enumerate(zip(leaves, output_dims, strict=True)):
         if isinstance(leaf, torch.Tensor) and where is not None and (dim := where.dim) is not None:
-            mine = torch.cat([each[place] for each, _ in flat], dim)
+            mine = torch.cat([each[index] for each, _ in flat], dim)
             if comm.size > 1:
                 everyone = comm.all_gather(mine.movedim(dim, 0).contiguous(), uneven=True)
                 mine = torch.cat(everyone).movedim(0, dim)
-            leaves[place] = mine
+            leaves[index] = mine
     return tree_unflatten(leaves, spec)
 
 
 def _fault(
-    parts: Sequence[Any], rows: Sequence[int], places: Sequence[SampleDim | None], may_lack_samples: bool
+    parts: Sequence[Any], rows: Sequence[int], output_dims: Sequence[SampleDim | None], may_lack_samples: bool
 ) -> str:
     """Why outputs cannot be joined; empty where they can."""
     if any(tree_flatten(part)[1] != tree_flatten(parts[0])[1] for part in parts):
         return "the structure of the model's output differs between microbatches"
     for part, count in zip(parts, rows, strict=True):
-        for (path, leaf), where in zip(tree_flatten_with_path(part)[0], places, strict=True):
+        for (path, leaf), where in zip(tree_flatten_with_path(part)[0], output_dims, strict=True):
             dim = None if where is None else where.dim
             if isinstance(leaf, torch.Tensor) and where is not None and dim is None:
                 return (

@@ -274,9 +274,9 @@ class Trainer:
                         with self._microbatch(number), self.computing(), run_on(part):
                             outputs.append(call(self.model, self._inputs(part)))
         outputs = [with_full_sequences(part, self.context) for part in outputs]
-        places = self.prediction_places(outputs[0], rows[0])
-        are_known = any(known is not None and places is known.outputs for known in (self._predicts, self.samples))
-        return joined(outputs, rows, self.mesh.comm(*DATA), places, may_lack_samples=are_known)
+        output_dims = self.prediction_dims_of(outputs[0], rows[0])
+        are_known = any(known is not None and output_dims is known.outputs for known in (self._predicts, self.samples))
+        return joined(outputs, rows, self.mesh.comm(*DATA), output_dims, may_lack_samples=are_known)
 
     def _try_prediction(self, batch: Batch) -> None:
         """In evaluation mode a model may return other outputs than those that were tried before training."""
@@ -517,15 +517,15 @@ class Trainer:
         rows = len(part.positions)
         return rows if self.context is None else self.context.rows(rows)
 
-    def output_places(self, outputs: Any, rows: int) -> Sequence[SampleDim | None]:
+    def output_dims_of(self, outputs: Any, rows: int) -> Sequence[SampleDim | None]:
         """Where samples are in the model's outputs for so many, leaf by leaf; None where there are none."""
-        return self._places(outputs, rows, None if self._records else self.samples)
+        return self._output_dims(outputs, rows, None if self._records else self.samples)
 
-    def prediction_places(self, outputs: Any, rows: int) -> Sequence[SampleDim | None]:
+    def prediction_dims_of(self, outputs: Any, rows: int) -> Sequence[SampleDim | None]:
         """The same for the outputs of `predict`."""
-        return self._places(outputs, rows, self._predicts or self.samples)
+        return self._output_dims(outputs, rows, self._predicts or self.samples)
 
-    def _places(self, outputs: Any, rows: int, known: Samples | None) -> Sequence[SampleDim | None]:
+    def _output_dims(self, outputs: Any, rows: int, known: Samples | None) -> Sequence[SampleDim | None]:
         leaves = tree_flatten(outputs)[0]
         if known is not None and len(known.outputs) == len(leaves):
             return known.outputs
@@ -543,13 +543,13 @@ class Trainer:
             if self.context is not None:
                 self.loss.learn_shift(outputs, self._targets(part))
             rows = [self._rows(part) for part in self._microbatches]
-            places = self.output_places(outputs, rows[0])
-            self.loss.expect(places, targets_dim(self.batch_dim))
-            likes = [_with_rows(outputs, places, rows[0], count) for count in rows]
+            output_dims = self.output_dims_of(outputs, rows[0])
+            self.loss.expect(output_dims, targets_dim(self.batch_dim))
+            likes = [_with_rows(outputs, output_dims, rows[0], count) for count in rows]
             full = None
             if self.pipeline is None and self.context is None and self._full is not None:
                 count = first_rows(self._full, self.batch_dim)
-                full = (_with_rows(outputs, places, rows[0], count), self._labelled(self._full))
+                full = (_with_rows(outputs, output_dims, rows[0], count), self._labelled(self._full))
             pairs = [self._pairs(like, each) for like, each in zip(likes, self._microbatches, strict=True)]
             self.loss.prepare([pair for of_microbatch in pairs for pair in of_microbatch], full)
         partials = [self.loss(*pair) for pair in self._pairs(outputs, part)]
@@ -613,7 +613,7 @@ def takes_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def _with_rows(outputs: Any, places: Sequence[SampleDim | None], rows: int, wanted: int) -> Any:
+def _with_rows(outputs: Any, output_dims: Sequence[SampleDim | None], rows: int, wanted: int) -> Any:
     """Outputs as they will be for another number of samples; for their shapes only."""
     if rows == wanted:
         return outputs
@@ -626,7 +626,7 @@ def _with_rows(outputs: Any, places: Sequence[SampleDim | None], rows: int, want
         shape[where.dim] = shape[where.dim] // rows * wanted
         return leaf.new_zeros(()).expand(shape)
 
-    return tree_unflatten([resized(leaf, where) for leaf, where in zip(leaves, places, strict=True)], spec)
+    return tree_unflatten([resized(leaf, where) for leaf, where in zip(leaves, output_dims, strict=True)], spec)
 
 
 def _joined_batches(parts: Sequence[Any], dim: BatchDim) -> Any:

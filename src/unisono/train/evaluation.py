@@ -119,7 +119,7 @@ def predict(trainer: Trainer, inputs: Any, batch_size: int, device: torch.device
         part = rows_between(inputs, start, min(start + batch_size, rows), dim)
         held = rows_of(part, dim)
         outputs = trainer.predict(_with_rows(part, least, dim))
-        dims = trainer.prediction_places(outputs, max(held, least))
+        dims = trainer.prediction_dims_of(outputs, max(held, least))
         parts.append(_first_samples(outputs, dims, max(held, least), held))
     return _joined(parts, dims)
 

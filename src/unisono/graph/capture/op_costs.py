@@ -17,7 +17,7 @@ META = torch.device("meta")
 
 
 @dataclass
-class OpCost:
+class NodeCost:
     flops: int = 0
     bytes_moved: int = 0
     saved: int = 0
@@ -25,7 +25,7 @@ class OpCost:
     tracked: bool = False  # whether its result has a gradient
 
 
-def weigh(graph: fx.Graph, parameters: Mapping[str, bool], free: set[str]) -> dict[str, OpCost]:
+def weigh(graph: fx.Graph, parameters: Mapping[str, bool], free: set[str]) -> dict[str, NodeCost]:
     """The weights of all nodes. `parameters`: by node, whether each is trained. What `free` nodes hold is not counted
     as saved: it is there anyway."""
     scale = _Scale(graph, parameters, free)
@@ -40,10 +40,10 @@ class _Scale:
     graph: fx.Graph
     parameters: Mapping[str, bool]
     free: set[str]
-    weights: dict[str, OpCost] = field(default_factory=dict)
+    weights: dict[str, NodeCost] = field(default_factory=dict)
     values: dict[fx.Node, Any] = field(default_factory=dict)
     kept: dict[int, Any] = field(default_factory=dict)  # storages by address; held, so that addresses stay theirs
-    now: OpCost = field(default_factory=OpCost)
+    now: NodeCost = field(default_factory=NodeCost)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         self.now.keeps = True
@@ -54,7 +54,7 @@ class _Scale:
         return tensor
 
     def run(self, node: fx.Node) -> None:
-        self.now = self.weights[node.name] = OpCost()
+        self.now = self.weights[node.name] = NodeCost()
         if node.op == "placeholder":
             self.values[node] = self._placeholder(node)
         elif node.op == "call_function":

@@ -30,7 +30,7 @@ class GradientBucket:
         self.handle: Handle | None = None
         self._missing: set[int] = set()  # gradients that are not in the message yet
         self._message: torch.Tensor | None = None
-        self._places: dict[int, torch.Tensor] = {}  # in it, by parameter
+        self._slots: dict[int, torch.Tensor] = {}  # in it, by parameter
 
     def add(self, parameter: torch.nn.Parameter) -> None:
         self.parameters.append(parameter)
@@ -44,8 +44,8 @@ class GradientBucket:
             sizes = [each.numel() for each in self.parameters]
             self._message = torch.empty(sum(sizes), dtype=gradient.dtype, device=gradient.device)
             slices = self._message.split(sizes)
-            self._places = {id(p): each.view(p.shape) for p, each in zip(self.parameters, slices, strict=True)}
-        self._places[id(parameter)].copy_(gradient)
+            self._slots = {id(p): each.view(p.shape) for p, each in zip(self.parameters, slices, strict=True)}
+        self._slots[id(parameter)].copy_(gradient)
         parameter.grad = None
         self._missing.discard(id(parameter))
         if not self._missing:
@@ -64,7 +64,7 @@ class GradientBucket:
                 self.take(parameter)
         self.clear()
         for parameter in self.parameters:
-            parameter.grad = self._places[id(parameter)]
+            parameter.grad = self._slots[id(parameter)]
 
 
 class GradientSums:

@@ -77,10 +77,10 @@ def _words_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    place = tl.program_id(0).to(tl.int64) * BLOCK if WIDE else tl.program_id(0) * BLOCK
-    offset = place + tl.arange(0, BLOCK)
+    begin = tl.program_id(0).to(tl.int64) * BLOCK if WIDE else tl.program_id(0) * BLOCK
+    offset = begin + tl.arange(0, BLOCK)
     if ALIGNED:
-        word = _words_of_blocks(start.to(tl.int64) + place, key0, key1, counter0, counter1, BLOCK)
+        word = _words_of_blocks(start.to(tl.int64) + begin, key0, key1, counter0, counter1, BLOCK)
     else:
         word = _word_of(offset, starts, start, count, length, key0, key1, counter0, counter1, SINGLE)
     tl.store(out + offset, word, mask=offset < count)
@@ -105,10 +105,10 @@ def _dropout_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    place = tl.program_id(0).to(tl.int64) * BLOCK if WIDE else tl.program_id(0) * BLOCK
-    offset = place + tl.arange(0, BLOCK)
+    begin = tl.program_id(0).to(tl.int64) * BLOCK if WIDE else tl.program_id(0) * BLOCK
+    offset = begin + tl.arange(0, BLOCK)
     if ALIGNED:
-        word = _words_of_blocks(start.to(tl.int64) + place, key0, key1, counter0, counter1, BLOCK)
+        word = _words_of_blocks(start.to(tl.int64) + begin, key0, key1, counter0, counter1, BLOCK)
     else:
         word = _word_of(offset, starts, start, count, length, key0, key1, counter0, counter1, SINGLE)
     value = tl.load(x + offset, mask=offset < count, other=0.0)

@@ -154,13 +154,13 @@ class _Trial:
         except Exception:  # whatever a model raises here, its first step will raise too
             return None
         self._require_draws_found()
-        places = _output_places(full, parts[0], self._job.rows, len(self._job.halves[0]))
+        output_dims = _found_output_dims(full, parts[0], self._job.rows, len(self._job.halves[0]))
         if not self._has_values:
-            self._watch.require_certain_order(places)
-            self._require_no_comparison(full, parts[0], places)
+            self._watch.require_certain_order(output_dims)
+            self._require_no_comparison(full, parts[0], output_dims)
         elif not self._job.may_mix:
-            places = self._apart(full, parts, places)
-        return Samples(self._watch.found, places)
+            output_dims = self._apart(full, parts, output_dims)
+        return Samples(self._watch.found, output_dims)
 
     # ---- runs ----------------------------------------------------------------------------------------------------
 
@@ -237,12 +237,14 @@ class _Trial:
                 "them in a step than one device does; use microbatches=1"
             )
 
-    def _apart(self, full: Any, parts: list[Any], places: tuple[SampleDim | None, ...]) -> tuple[SampleDim | None, ...]:
+    def _apart(
+        self, full: Any, parts: list[Any], output_dims: tuple[SampleDim | None, ...]
+    ) -> tuple[SampleDim | None, ...]:
         """The places of samples in the outputs, with outputs that are made of all samples marked; UsageError where
         samples are mixed."""
-        found = list(places)
+        found = list(output_dims)
         for held, part in zip(self._job.halves, parts, strict=True):
-            pairs = zip(tree_flatten_with_path(full)[0], tree_leaves(part), places, strict=len(places) > 0)
+            pairs = zip(tree_flatten_with_path(full)[0], tree_leaves(part), output_dims, strict=len(output_dims) > 0)
             for number, ((path, full_value), mine, where) in enumerate(pairs):
                 if not isinstance(full_value, torch.Tensor) or not _is_inexact(full_value):
                     continue
@@ -263,25 +265,25 @@ class _Trial:
                 raise _time_major() from None
             raise
 
-    def _require_no_comparison(self, full: Any, part: Any, places: tuple[SampleDim | None, ...]) -> None:
+    def _require_no_comparison(self, full: Any, part: Any, output_dims: tuple[SampleDim | None, ...]) -> None:
         """UsageError where the loss reads an output of samples by samples."""
-        pairs = zip(tree_flatten_with_path(full)[0], tree_leaves(part), places, strict=len(places) > 0)
+        pairs = zip(tree_flatten_with_path(full)[0], tree_leaves(part), output_dims, strict=len(output_dims) > 0)
         for number, ((path, full_value), mine, where) in enumerate(pairs):
             if where is not None and where.dim is None and self._is_used(full, number):
                 raise self._made_of_all(keystr(path), full_value, mine)
 
-    def _is_used(self, outputs: Any, place: int) -> bool:
+    def _is_used(self, outputs: Any, point: int) -> bool:
         """Whether the loss depends on a leaf of the outputs."""
         leaves, spec = tree_flatten(outputs)
         if self._job.loss is None:
             return False
-        leaves[place] = leaves[place].detach().clone().requires_grad_()
+        leaves[point] = leaves[point].detach().clone().requires_grad_()
         try:
             with torch.enable_grad():
                 value = self._job.loss(tree_unflatten(leaves, spec), self._job.batch[1])
             if not value.requires_grad:
                 return False
-            return torch.autograd.grad(value, leaves[place], allow_unused=True)[0] is not None
+            return torch.autograd.grad(value, leaves[point], allow_unused=True)[0] is not None
         except Exception:
             return True
 
@@ -322,14 +324,14 @@ class _Trial:
     def _first_mixing(self) -> str:
         """The first place in the forward pass at which a half of the samples gives other values than all of them."""
         events: list[tuple[str, Any]] = []
-        with _noting(self._model, lambda place, values: events.append((place, _copied(values)))):
+        with _noting(self._model, lambda point, values: events.append((point, _copied(values)))):
             self._run(range(self._job.rows))
         for held in self._job.halves:
             found = _FirstDifference(events, held, self._job.rows)
             with contextlib.suppress(_Found), _noting(self._model, found.meet):
                 self._run(held)
-            if found.place:
-                return found.place
+            if found.point:
+                return found.point
         return "it shows in the outputs only"
 
 
@@ -439,7 +441,7 @@ class _Call:
 # ---- comparing -------------------------------------------------------------------------------------------------------
 
 
-def _output_places(full: Any, part: Any, rows: int, held: int) -> tuple[SampleDim | None, ...]:
+def _found_output_dims(full: Any, part: Any, rows: int, held: int) -> tuple[SampleDim | None, ...]:
     """Where samples are in every leaf, given outputs for all of them and for the first ones; nothing where the latter
     are of another form altogether."""
     leaves, spec = tree_flatten(full)
@@ -533,16 +535,16 @@ class _FirstDifference:
     def __init__(self, events: list[tuple[str, Any]], held: range, rows: int) -> None:
         self._events, self._held, self._rows = events, held, rows
         self._next = 0
-        self.place = ""
+        self.point = ""
 
-    def meet(self, place: str, values: list[torch.Tensor]) -> None:
-        if self._next >= len(self._events) or self._events[self._next][0] != place:
+    def meet(self, point: str, values: list[torch.Tensor]) -> None:
+        if self._next >= len(self._events) or self._events[self._next][0] != point:
             raise _Found  # another way through the model: nothing can be said
         full_tensors = self._events[self._next][1]
         self._next += 1
         for mine, full_value in zip(values, full_tensors, strict=False):
             if not _matches(mine, full_value, self._held, self._rows):
-                self.place = f"it shows first in {place}"
+                self.point = f"it shows first in {point}"
                 raise _Found
 
 

@@ -156,8 +156,8 @@ class _Trial:
         last = len(blocks.modules) - 1
         full = full_sequence_modules(blocks, styles) if word == "sp" else ()
         for number, block in enumerate(blocks.modules):
-            place = (blocks.name(number), number == 0, number == last)
-            block.forward = partial(self._run_block, block.forward, block, *place)
+            point = (blocks.name(number), number == 0, number == last)
+            block.forward = partial(self._run_block, block.forward, block, *point)
             if word == "cp":
                 use_global_positions(block, lambda: (len(self._held) if self._is_second else 0, self._length))
             for name, module in block.named_modules(prefix=blocks.name(number)):
@@ -317,22 +317,22 @@ class _Trial:
 
     # ---- held against the first run ----------------------------------------------------------------------------------
 
-    def _met(self, place: str, tensor: torch.Tensor | None) -> None:
+    def _met(self, point: str, tensor: torch.Tensor | None) -> None:
         """Notes a tensor in the first run; holds it against that in the second."""
         if not self._is_second:
-            self._seen[place].append(tensor)
+            self._seen[point].append(tensor)
             return
-        full_value = self._next(place)
+        full_value = self._next(point)
         if tensor is not None and full_value is not None:
-            self._compare(place, tensor, full_value if tensor.shape == full_value.shape else self._shard(full_value))
-        self._last = place
+            self._compare(point, tensor, full_value if tensor.shape == full_value.shape else self._shard(full_value))
+        self._last = point
 
-    def _next(self, place: str) -> Any:
-        turn = self._turn[place]
-        self._turn[place] += 1
-        if turn >= len(self._seen[place]):
+    def _next(self, point: str) -> Any:
+        turn = self._turn[point]
+        self._turn[point] += 1
+        if turn >= len(self._seen[point]):
             raise _Over  # the model goes another way: nothing is shown
-        return self._seen[place][turn]
+        return self._seen[point][turn]
 
     def _shard(self, full_value: Any) -> Any:
         """The held tokens of what was whole in the first run: (batch, tokens, ...), or all samples' tokens in a row."""
@@ -357,16 +357,16 @@ class _Trial:
                 is_full = self._gathers or mine.shape == full_value.shape
                 self._compare(_OUTPUT, mine, full_value if is_full else self._shard(full_value))
 
-    def _compare(self, place: str, mine: torch.Tensor, expected: torch.Tensor) -> None:
+    def _compare(self, point: str, mine: torch.Tensor, expected: torch.Tensor) -> None:
         if mine.shape != expected.shape or not torch.allclose(mine, expected, rtol=1e-6, atol=1e-9, equal_nan=True):
-            side = "" if place == _OUTPUT else "the input of " if self._is_entered(place) else "the output of "
+            side = "" if point == _OUTPUT else "the input of " if self._is_entered(point) else "the output of "
             raise self._refusal(
-                f"to {side}{place} the model mixes tokens, or counts their positions inside its blocks: some of them "
+                f"to {side}{point} the model mixes tokens, or counts their positions inside its blocks: some of them "
                 "alone give other numbers"
             )
 
-    def _is_entered(self, place: str) -> bool:
-        return place.startswith(_ATTENTION) or f"{place} out" in self._seen or f"{place} given" in self._seen
+    def _is_entered(self, point: str) -> bool:
+        return point.startswith(_ATTENTION) or f"{point} out" in self._seen or f"{point} given" in self._seen
 
     def _refusal(self, what: str) -> UsageError:
         reason = {

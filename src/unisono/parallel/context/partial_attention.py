@@ -148,8 +148,8 @@ def _scores(q: torch.Tensor, k: torch.Tensor, rules: AttentionRules, rows: slice
     if rules.bias is not None:
         scores = scores + rules.bias(rows)
     if rules.causal:
-        places = torch.arange(rows.start, rows.stop, device=q.device)
-        later = torch.arange(k.shape[2], device=q.device) > places[:, None]
+        indices = torch.arange(rows.start, rows.stop, device=q.device)
+        later = torch.arange(k.shape[2], device=q.device) > indices[:, None]
         scores = scores.masked_fill(later, -torch.inf)
     return scores
 

@@ -102,8 +102,8 @@ class _RingAttention(torch.autograd.Function):
                 for rows, columns, rules in ring.parts(source):
                     part = (keys[:, :, columns], values[:, :, columns], out[:, :, rows], lse[:, :, rows])
                     shares = attend_backward(grad[:, :, rows], q[:, :, rows], *part, rules)
-                    for total, place, share in zip((dq, dk, dv), (rows, columns, columns), shares, strict=True):
-                        total.add(place, share)
+                    for total, index, share in zip((dq, dk, dv), (rows, columns, columns), shares, strict=True):
+                        total.add(index, share)
                 gradients.add(source, _Pair.of(dk.total, dv.total))
         home = gradients.home()
         return dq.total.to(q.dtype), home.keys.to(k.dtype), home.values.to(v.dtype), None

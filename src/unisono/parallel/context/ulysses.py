@@ -82,8 +82,8 @@ class HeadSplit:
         mine, used = self.queries[rank], self.keys[rank]
         if len(mine) == len(used) * self._group:
             return x
-        places = torch.tensor([head // self._group - used.start for head in mine], dtype=torch.long, device=x.device)
-        return x.index_select(1, places)
+        indices = torch.tensor([head // self._group - used.start for head in mine], dtype=torch.long, device=x.device)
+        return x.index_select(1, indices)
 
 
 def _heads_for_tokens(

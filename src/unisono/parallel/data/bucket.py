@@ -78,7 +78,7 @@ class Bucket:
         self.spare = Spare()
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self._message: torch.Tensor | None = None  # that is being filled
-        self._places: list[list[torch.Tensor]] = []  # in it, of each parameter
+        self._slots: list[list[torch.Tensor]] = []  # in it, of each parameter
         self._packed: set[int] = set()
 
     @property
@@ -93,7 +93,7 @@ class Bucket:
         """Elements of the message."""
         return sum(parameter.numel() for parameter in self.parameters)
 
-    def places(self, message: torch.Tensor) -> list[list[torch.Tensor]]:
+    def slots(self, message: torch.Tensor) -> list[list[torch.Tensor]]:
         """Where the gradient of each parameter is in a message, as views, one for each of its `parts`."""
         shards = message.split([parameter.numel() for parameter in self.parameters])
         return [[shard.view(p.shape)] for p, shard in zip(self.parameters, shards, strict=True)]
@@ -108,8 +108,8 @@ class Bucket:
         gradient = parameter.grad
         assert gradient is not None
         self._open()
-        for place, part in zip(self._places[index], self.parts(index, gradient), strict=True):
-            place.copy_(part)
+        for slot, part in zip(self._slots[index], self.parts(index, gradient), strict=True):
+            slot.copy_(part)
         parameter.grad = None
         self._packed.add(index)
 
@@ -122,10 +122,10 @@ class Bucket:
             if index in self._packed:
                 continue
             if parameter.grad is None:
-                for place in self._places[index]:
-                    place.zero_()
+                for slot in self._slots[index]:
+                    slot.zero_()
             else:
-                targets += self._places[index]
+                targets += self._slots[index]
                 sources += self.parts(index, parameter.grad)
         if targets:
             foreach_copy_(targets, sources)
@@ -133,14 +133,14 @@ class Bucket:
             parameter.grad = None
         assert self._message is not None
         message, self._message = self._message, None
-        self._places = []
+        self._slots = []
         self._packed.clear()
         return message
 
     def _open(self) -> None:
         if self._message is None:
             self._message = self.spare.take(self.size, self.dtype, self.parameters[0].device)
-            self._places = self.places(self._message)
+            self._slots = self.slots(self._message)
 
 
 def buckets_of(
@@ -156,13 +156,13 @@ def buckets_of(
         if is_summed(parameter, mesh):
             kinds.setdefault((axes, gradient_dtype(parameter), parameter.device), []).append((name, parameter))
     made: list[tuple[int, Any]] = []
-    places = {id(parameter): place for place, (_, parameter) in enumerate(named)}
+    slots = {id(parameter): slot for slot, (_, parameter) in enumerate(named)}
     for axes in sorted({axes for axes, _, _ in kinds}):
         mesh.comm(*axes)  # groups are made in the same order on every rank
     for (axes, _, _), members in kinds.items():
         for group in _filled(reversed(members), most_bytes):
             names, parameters = zip(*group, strict=True)
-            made.append((places[id(parameters[0])], make(names, parameters, mesh.comm(*axes))))
+            made.append((slots[id(parameters[0])], make(names, parameters, mesh.comm(*axes))))
     return [bucket for _, bucket in sorted(made, key=lambda entry: -entry[0])]
 
 

@@ -44,8 +44,8 @@ class FlaggedBucket(Bucket):
     def size(self) -> int:
         return super().size + len(self.parameters)
 
-    def places(self, message: torch.Tensor) -> list[list[torch.Tensor]]:
-        return super().places(message[: super().size])
+    def slots(self, message: torch.Tensor) -> list[list[torch.Tensor]]:
+        return super().slots(message[: super().size])
 
     def flags(self, message: torch.Tensor) -> torch.Tensor:
         return message[super().size :]
@@ -80,8 +80,8 @@ class DataParallel(Reducer[FlaggedBucket]):
         return bucket.comm.all_reduce(message, async_op=True)
 
     def _settle(self, bucket: FlaggedBucket, total: torch.Tensor) -> None:
-        for parameter, places in zip(bucket.parameters, bucket.places(total), strict=True):
-            parameter.grad = places[0]
+        for parameter, slots in zip(bucket.parameters, bucket.slots(total), strict=True):
+            parameter.grad = slots[0]
         if any(id(parameter) not in self._seen for parameter in bucket.parameters):
             for parameter, ranks in zip(bucket.parameters, bucket.flags(total).tolist(), strict=True):
                 if not ranks:

@@ -151,8 +151,8 @@ class MoE(nn.Module):
         before, everyone, tokens = self._crowd.ahead(mine, len(expert))
         capacity = math.ceil(self.capacity_factor * self.top_k * tokens / self.experts)
         earlier_choices = everyone.cumsum(0) - everyone
-        place = earlier_choices + before + wants.cumsum(0) - wants
-        return (place * wants).sum(-1) < capacity
+        position = earlier_choices + before + wants.cumsum(0) - wants
+        return (position * wants).sum(-1) < capacity
 
     def run_experts(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Each expert that this rank holds on its own rows, which lie one expert after the other."""

@@ -123,9 +123,9 @@ def joined(numbers: Sequence[Any], device: torch.device | None) -> torch.Tensor:
         return torch.tensor([float(number) for number in numbers], dtype=torch.float64)
     known = [0.0 if isinstance(number, torch.Tensor) else float(number) for number in numbers]
     message = torch.tensor(known, dtype=torch.float64).to(device, non_blocking=True)  # one copy, for which nobody waits
-    for place, number in enumerate(numbers):
+    for index, number in enumerate(numbers):
         if isinstance(number, torch.Tensor):
-            message[place] = number
+            message[index] = number
     return message
 
 

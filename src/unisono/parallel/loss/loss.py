@@ -241,7 +241,7 @@ class GlobalLoss:
         except Exception:  # whatever the loss raises here, its first call will raise too
             return
         numbers = zip(*found, strict=True) if halves and len(set(map(len, found))) == 1 else ()
-        self._sizes = frozenset(place for place, (full, *two) in enumerate(numbers) if full == sum(two))
+        self._sizes = frozenset(index for index, (full, *two) in enumerate(numbers) if full == sum(two))
 
     def _divisors(self, outputs: Any, targets: Any) -> list[float]:
         normalizer = self._normalizer(dry=True)
@@ -252,7 +252,7 @@ class GlobalLoss:
     def _require_sizes(self, normalizer: LossNormalizer, outputs: Any, targets: Any) -> None:
         """A number that is a size of the batch is 0 where there are no samples: one that is at least 1, as of
         `max(len(targets), 1)`, would be counted too often."""
-        sizes = [number for place, number in enumerate(normalizer.divisors) if place in (self._sizes or ())]
+        sizes = [number for index, number in enumerate(normalizer.divisors) if index in (self._sizes or ())]
         if any(sizes) and not self._rows(outputs, targets):
             raise UsageError(
                 f"the loss {name_of(self._loss)} divides by {max(sizes):g} where a rank has no samples; divide by the "
@@ -319,7 +319,7 @@ class GlobalLoss:
         constant = self._found_constant(outputs, targets)
         extra = 0.0 if constant is None else constant.detach()
         for dim in self.dims:
-            if not any(where is not None for where in self._places(made)):
+            if not any(where is not None for where in self._output_dims(made)):
                 raise UsageError(
                     f"the loss {name_of(self._loss)} is computed from {_shown(outputs)}, without an output for each "
                     "sample: the model has made one number of its part of the batch already; return outputs a sample "
@@ -369,7 +369,7 @@ class GlobalLoss:
         if not bool(constant.isfinite()):
             return None
         made = tree_leaves(outputs)
-        sampled = [leaf for leaf, where in zip(made, self._places(made), strict=True) if where is not None]
+        sampled = [leaf for leaf, where in zip(made, self._output_dims(made), strict=True) if where is not None]
         self._has_constant = bool(constant != 0) or bool(_leaves_but(constant, sampled))
         others = _leaves_but(constant, made)
         if not self.sees_full_parameters and others and _has_gradient(constant, others):
@@ -381,17 +381,17 @@ class GlobalLoss:
 
     def _with_free_outputs_moved(self, outputs: Any) -> Any:
         leaves, spec = tree_flatten(outputs)
-        for place, where in enumerate(self._places(leaves)):
-            leaf = leaves[place]
+        for index, where in enumerate(self._output_dims(leaves)):
+            leaf = leaves[index]
             if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
                 continue
             if where is None or (1 in self.dims and leaf.ndim < 2):  # of no samples, or of no tokens
-                leaves[place] = (leaf.detach() * 1.1 + 0.05).requires_grad_(leaf.requires_grad)
+                leaves[index] = (leaf.detach() * 1.1 + 0.05).requires_grad_(leaf.requires_grad)
         return tree_unflatten(leaves, spec)
 
     # ---- samples -------------------------------------------------------------------------------------------------
 
-    def _places(self, outputs: Sequence[Any]) -> Sequence[SampleDim | None]:
+    def _output_dims(self, outputs: Sequence[Any]) -> Sequence[SampleDim | None]:
         if self._outputs_have is not None and len(self._outputs_have) == len(outputs):
             return self._outputs_have
         rows = next((x.shape[0] for x in outputs if isinstance(x, torch.Tensor) and x.ndim), 0)
@@ -405,7 +405,7 @@ class GlobalLoss:
         rows = self._rows(outputs, targets)
         made = [
             samples_between(leaf, where, rows, first, last)
-            for leaf, where in zip(made, self._places(made), strict=True)
+            for leaf, where in zip(made, self._output_dims(made), strict=True)
         ]
         given = [
             samples_between(leaf, None if dim is None else SampleDim(leaf.ndim, dim), rows, first, last)
@@ -416,7 +416,7 @@ class GlobalLoss:
     def _rows(self, outputs: Any, targets: Any) -> int:
         """How many samples there are: a tensor may have several elements of each along its dim, but none fewer."""
         made, given = tree_leaves(outputs), tree_leaves(targets)
-        dims = [*(None if where is None else where.dim for where in self._places(made))]
+        dims = [*(None if where is None else where.dim for where in self._output_dims(made))]
         dims += dims_of(targets, self._targets_dim)
         sizes = [x.shape[dim] for x, dim in zip([*made, *given], dims, strict=True) if dim is not None]
         return min(sizes, default=0)
@@ -433,7 +433,7 @@ class GlobalLoss:
 
         made, spec = tree_flatten(outputs)
         given, targets_spec = tree_flatten(targets)
-        made = [zeros(x, None if at is None else at.dim) for x, at in zip(made, self._places(made), strict=True)]
+        made = [zeros(x, None if at is None else at.dim) for x, at in zip(made, self._output_dims(made), strict=True)]
         given = [zeros(x, dim) for x, dim in zip(given, dims_of(targets, self._targets_dim), strict=True)]
         return tree_unflatten(made, spec), tree_unflatten(given, targets_spec)
 
@@ -441,13 +441,13 @@ class GlobalLoss:
         """Outputs of one sample and of another one, made up: one alone cannot show whether it can be separated."""
         made, spec = tree_flatten(outputs)
         given, targets_spec = tree_flatten(targets)
-        for place, where in enumerate(self._places(made)):
+        for index, where in enumerate(self._output_dims(made)):
             if where is not None and where.dim is not None:
-                other = made[place] * 0.75 + 0.125 if made[place].is_floating_point() else made[place]
-                made[place] = torch.cat([made[place], other], where.dim)
-        for place, dim in enumerate(dims_of(targets, self._targets_dim)):
+                other = made[index] * 0.75 + 0.125 if made[index].is_floating_point() else made[index]
+                made[index] = torch.cat([made[index], other], where.dim)
+        for index, dim in enumerate(dims_of(targets, self._targets_dim)):
             if dim is not None:
-                given[place] = torch.cat([given[place], given[place]], dim)
+                given[index] = torch.cat([given[index], given[index]], dim)
         return tree_unflatten(made, spec), tree_unflatten(given, targets_spec)
 
     def _halves(self, outputs: Any, targets: Any, dim: int) -> tuple[tuple[Any, Any], tuple[Any, Any]] | None:

@@ -446,8 +446,8 @@ class ModelLoss:
         leaves, spec = tree_flatten(inputs)
         rows = rows_of(inputs)
         recorder = LossRecorder(self.labels_in(inputs), shown)
-        for place, stand_in in zip(self.labels, recorder.stand_ins, strict=True):
-            leaves[place] = stand_in
+        for position, stand_in in zip(self.labels, recorder.stand_ins, strict=True):
+            leaves[position] = stand_in
         with recorder.layers_given_values(model), recorder:
             program = LossProgram.for_outputs(recorder, call(model, tree_unflatten(leaves, spec)))
         if [step.form for step in program.steps] != self.forms or len(program.leaves) != len(self.multiples):
@@ -467,7 +467,7 @@ class ModelLoss:
 
     def labels_in(self, inputs: Any) -> list[torch.Tensor]:
         leaves = tree_leaves(inputs)
-        return [leaves[place] for place in self.labels]
+        return [leaves[position] for position in self.labels]
 
 
 def _answered(func: Any, args: tuple[Any, ...]) -> bool:
@@ -489,11 +489,11 @@ class _Trial:
     def __init__(self, model: nn.Module, labels: tuple[int, ...], example: tuple[Any, Any], loss: Loss) -> None:
         inputs, targets = example
         leaves, spec = tree_flatten(inputs)
-        recorder = LossRecorder([leaves[place] for place in labels], lambda label: label)
+        recorder = LossRecorder([leaves[position] for position in labels], lambda label: label)
         batch = BatchDependence()
         batch.mark(leaves)
-        for place, stand_in in zip(labels, recorder.stand_ins, strict=True):
-            leaves[place] = stand_in
+        for position, stand_in in zip(labels, recorder.stand_ins, strict=True):
+            leaves[position] = stand_in
         with torch.no_grad(), batch, recorder.layers_given_values(model), recorder:
             outputs = call(model, tree_unflatten(leaves, spec))
             program = LossProgram.for_outputs(recorder, outputs)

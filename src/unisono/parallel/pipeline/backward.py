@@ -40,11 +40,11 @@ class Arrival:
         self._device = tensors[0].device if tensors else torch.device("cpu")
         self._grads: list[torch.Tensor | None] = []
         self.anchor = torch.empty(0, device=self._device, requires_grad=True)
-        places = [place for place, tensor in enumerate(form.tensors) if tensor.differentiable]
-        if places and torch.is_grad_enabled():
-            entered = _Enter.apply(self._grads, self.anchor, [tensors[place] for place in places])
-            for place, tensor in zip(places, entered, strict=True):
-                self.tensors[place] = tensor
+        positions = [index for index, tensor in enumerate(form.tensors) if tensor.differentiable]
+        if positions and torch.is_grad_enabled():
+            entered = _Enter.apply(self._grads, self.anchor, [tensors[index] for index in positions])
+            for index, tensor in zip(positions, entered, strict=True):
+                self.tensors[index] = tensor
             self.node = entered[0].grad_fn
 
     def take_grads(self) -> list[torch.Tensor]:

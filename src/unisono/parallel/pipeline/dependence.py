@@ -63,11 +63,11 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
     if not func._schema.is_mutable:
         return []
     written = [
-        (place, argument.name)
-        for place, argument in enumerate(func._schema.arguments)
+        (index, argument.name)
+        for index, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    return [args[place] if place < len(args) else kwargs.get(name) for place, name in written]
+    return [args[index] if index < len(args) else kwargs.get(name) for index, name in written]
 
 
 class Touch(Interception):

@@ -99,7 +99,7 @@ def split_layers(
     else:
         starts = checked(boundaries, len(specs), schedule.stages)
     spans = [range(low, high) for low, high in zip(starts, (*starts[1:], len(specs)), strict=True)]
-    mine = [place for stage in schedule.stages_of(rank) for place in spans[stage]]
+    mine = [position for stage in schedule.stages_of(rank) for position in spans[stage]]
     layers = _built(specs, mine, seed)
     model = _assembled(specs, mine, layers)
     blocks = Blocks("", tuple(model.children()))
@@ -108,34 +108,35 @@ def split_layers(
     return StageSplit(model, stages, starts, _tied(specs, model, layers, spans, schedule))
 
 
-def _first_places(specs: Sequence[LayerSpec]) -> list[int]:
+def _first_positions(specs: Sequence[LayerSpec]) -> list[int]:
     """Of each place, the one that builds its layer: itself, or the first with its key."""
     first: dict[str, int] = {}
     return [
-        first.setdefault(spec.key, place) if isinstance(spec, TiedSpec) else place for place, spec in enumerate(specs)
+        first.setdefault(spec.key, position) if isinstance(spec, TiedSpec) else position
+        for position, spec in enumerate(specs)
     ]
 
 
-def _built(specs: Sequence[LayerSpec], places: Sequence[int], seed: int) -> dict[int, nn.Module]:
+def _built(specs: Sequence[LayerSpec], positions: Sequence[int], seed: int) -> dict[int, nn.Module]:
     """The layers of these places, by the place that builds them. Each draws what it would in the full model."""
-    first = _first_places(specs)
+    first = _first_positions(specs)
     builders = sorted(set(first))
-    wanted = {builders.index(first[place]) for place in places}
-    made = build_layers([specs[place].build for place in builders], wanted, seed)
+    wanted = {builders.index(first[position]) for position in positions}
+    made = build_layers([specs[position].build for position in builders], wanted, seed)
     return {builders[number]: layer for number, layer in made.items()}
 
 
-def _assembled(specs: Sequence[LayerSpec], places: Sequence[int], layers: dict[int, nn.Module]) -> nn.Sequential:
+def _assembled(specs: Sequence[LayerSpec], positions: Sequence[int], layers: dict[int, nn.Module]) -> nn.Sequential:
     """All places in a row, with an empty module where nothing was built.
 
     A tied layer stands in its first place too, for that is where its parameters have their names from.
     """
     row: list[nn.Module] = []
-    for place, (spec, first) in enumerate(zip(specs, _first_places(specs), strict=True)):
-        if place == first and place in layers:
+    for position, (spec, first) in enumerate(zip(specs, _first_positions(specs), strict=True)):
+        if position == first and position in layers:
             again = isinstance(spec, TiedSpec) and spec.forward is not None
-            row.append(_Again(layers[place], spec.forward) if again else layers[place])  # type: ignore[attr-defined]
-        elif place in places:
+            row.append(_Again(layers[position], spec.forward) if again else layers[position])  # type: ignore[attr-defined]
+        elif position in positions:
             assert isinstance(spec, TiedSpec)
             row.append(_Again(layers[first], spec.forward))
         else:
@@ -152,8 +153,8 @@ def _tied(
 ) -> tuple[Tied, ...]:
     holder = [schedule.placement[stage] for stage, span in enumerate(spans) for _ in span]
     ranks: dict[int, set[int]] = {}
-    for place, first in enumerate(_first_places(specs)):
-        ranks.setdefault(first, set()).add(holder[place])
+    for position, first in enumerate(_first_positions(specs)):
+        ranks.setdefault(first, set()).add(holder[position])
     names = {id(p): name for name, p in model.named_parameters()}
     return tuple(
         Tied(names[id(parameter)], tuple(sorted(ranks[first])))

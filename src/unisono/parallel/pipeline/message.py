@@ -42,7 +42,9 @@ class MessageForm:
     """How a message lies among the arguments of the block that it is for."""
 
     tensors: tuple[TensorForm, ...]
-    places: tuple[tuple[int, ...], ...]  # where each stands among the flattened arguments and `labels`, perhaps twice
+    positions: tuple[
+        tuple[int, ...], ...
+    ]  # where each stands among the flattened arguments and `labels`, perhaps twice
     arguments: int  # how many flattened arguments there are
     results: tuple[Any, ...]  # what each block before returns, with a TensorForm for each tensor
     labels: tuple[Label, ...] = ()  # of tensors that are carried round the blocks
@@ -53,7 +55,11 @@ class MessageForm:
 
     def carried(self, tensors: Sequence[torch.Tensor]) -> dict[Label, torch.Tensor]:
         """What of a message of this form is carried round the blocks, by label."""
-        pairs = ((tensor, position) for tensor, places in zip(tensors, self.places, strict=True) for position in places)
+        pairs = (
+            (tensor, position)
+            for tensor, positions in zip(tensors, self.positions, strict=True)
+            for position in positions
+        )
         return {self.labels[at - self.arguments]: tensor for tensor, at in pairs if at >= self.arguments}
 
 
@@ -97,8 +103,8 @@ def kind_of(inputs: Any) -> Key:
 
 def indices_of(leaves: Sequence[Any], travels: Sequence[bool]) -> tuple[tuple[int, ...], ...]:
     """The positions of the leaves that travel; a tensor that stands in several places travels once."""
-    places: dict[int, list[int]] = {}
+    positions: dict[int, list[int]] = {}
     for position, (leaf, goes) in enumerate(zip(leaves, travels, strict=True)):
         if goes:
-            places.setdefault(id(leaf), []).append(position)
-    return tuple(map(tuple, places.values()))
+            positions.setdefault(id(leaf), []).append(position)
+    return tuple(map(tuple, positions.values()))

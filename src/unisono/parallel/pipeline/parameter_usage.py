@@ -103,12 +103,12 @@ class _Writes:
 
     def __init__(self, model: nn.Module, flow: Dependence) -> None:
         self._model, self._flow = type(model).__name__, flow
-        self._places = list(_buffers(model))
-        self._before = [_state(module, key) for _, module, key in self._places]
+        self._holders = list(_buffers(model))
+        self._before = [_state(module, key) for _, module, key in self._holders]
         self._written: dict[str, tuple[int, list[StorageWeakRef]]] = {}  # the last segment that did, and which memory
 
     def end_of_segment(self, segment: int) -> None:
-        for position, (name, module, key) in enumerate(self._places):
+        for position, (name, module, key) in enumerate(self._holders):
             now, before = _state(module, key), self._before[position]
             if now[0] is not before[0] or now[1] != before[1]:
                 self._before[position] = now
@@ -168,18 +168,18 @@ def _with_names(model: nn.Module, blocks: Blocks, seen: dict[StorageWeakRef, set
     for number, block in enumerate(blocks.modules):
         for module in block.modules():
             number_of.setdefault(id(module), set()).add(number)
-    place = 0  # of what is held outside the blocks
+    index = 0  # of what is held outside the blocks
     segments: dict[int, set[int]] = {}
-    places: dict[int, set[int]] = {}
+    positions: dict[int, set[int]] = {}
     for module in model.modules():
         inside = number_of.get(id(module), set())
         if inside:
-            place = len(blocks.modules) - 1
+            index = len(blocks.modules) - 1
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 segments.setdefault(id(tensor), set()).update(inside, *(seen.get(s, ()) for s in storages_of(tensor)))
-                places.setdefault(id(tensor), set()).update(inside or {place})
-    return {key: frozenset(places[key] if not seen or not segments[key] else segments[key]) for key in segments}
+                positions.setdefault(id(tensor), set()).update(inside or {index})
+    return {key: frozenset(positions[key] if not seen or not segments[key] else segments[key]) for key in segments}
 
 
 def held_by(module: nn.Module) -> Iterator[torch.Tensor]:

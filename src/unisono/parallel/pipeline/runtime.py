@@ -187,10 +187,10 @@ class Execution:
     # ---- computing -----------------------------------------------------------------------------------------------
 
     def _forward(self, action: Action) -> None:
-        stage, place = self._runtime.stages[action.stage], (action.stage, action.microbatch)
+        stage, index = self._runtime.stages[action.stage], (action.stage, action.microbatch)
         self._kept[stage.number] += 1
         self.peaks[stage.number] = max(self.peaks[stage.number], self._kept[stage.number])
-        arrival = self._arrive(place) if not stage.is_first else None
+        arrival = self._arrive(index) if not stage.is_first else None
         with self._runtime.around(action):
             received = (arrival.tensors, arrival.form) if arrival is not None else ((), None)
             outcome = stage.forward(self._inputs[action.microbatch], *received)
@@ -198,15 +198,15 @@ class Execution:
             if arrival is not None:
                 arrival.tensors = []
         if self._schedule.backward:
-            self._passes[place] = Pass.of(arrival, ends)
+            self._passes[index] = Pass.of(arrival, ends)
         else:
             self._kept[stage.number] -= 1
         if not stage.is_last:
             assert outcome.form is not None
-            self._hand_on(place, [tensor.detach() for tensor in outcome.tensors], outcome.form, outcome.is_new)
+            self._hand_on(index, [tensor.detach() for tensor in outcome.tensors], outcome.form, outcome.is_new)
 
-    def _arrive(self, place: Place) -> Arrival:
-        delivery, form = self._messages.pop(place)
+    def _arrive(self, index: Place) -> Arrival:
+        delivery, form = self._messages.pop(index)
         return Arrival(delivery.wait(), form)
 
     def _finish(self, output: Any, microbatch: int) -> list[torch.Tensor]:
@@ -223,15 +223,15 @@ class Execution:
         self.losses.append(part.detach())
         return [part.reshape(())]
 
-    def _hand_on(self, place: Place, tensors: list[torch.Tensor], form: MessageForm, is_new: bool) -> None:
-        stage, microbatch = place
-        self._sent_forms[place] = form
+    def _hand_on(self, index: Place, tensors: list[torch.Tensor], form: MessageForm, is_new: bool) -> None:
+        stage, microbatch = index
+        self._sent_forms[index] = form
         if stage + 1 in self._runtime.stages:
             self._messages[stage + 1, microbatch] = (Delivery(tensors, []), form)
         else:
-            self._outgoing[place] = tensors
+            self._outgoing[index] = tensors
             if is_new:
-                self._new_forms.add(place)
+                self._new_forms.add(index)
 
     def _backward(self, action: Action) -> None:
         self._run_backward(action, full=True)
@@ -246,9 +246,9 @@ class Execution:
         self._drop(action)
 
     def _run_backward(self, action: Action, full: bool) -> None:
-        place = (action.stage, action.microbatch)
-        one = self._passes[place]
-        grads = self._incoming(place)
+        index = (action.stage, action.microbatch)
+        one = self._passes[index]
+        grads = self._incoming(index)
         with self._runtime.around(action):
             if full:
                 one.backward(grads)
@@ -259,13 +259,13 @@ class Execution:
             if action.stage - 1 in self._runtime.stages:
                 self._gradients[action.stage - 1, action.microbatch] = Delivery(back, [])
             else:
-                self._outgoing[place] = back
+                self._outgoing[index] = back
 
-    def _incoming(self, place: Place) -> list[torch.Tensor | None]:
+    def _incoming(self, index: Place) -> list[torch.Tensor | None]:
         """The gradients of a pass's roots."""
-        if place in self._gradients:
-            return list(self._gradients.pop(place).wait())
-        return [None] * len(self._passes[place].roots)
+        if index in self._gradients:
+            return list(self._gradients.pop(index).wait())
+        return [None] * len(self._passes[index].roots)
 
     def _drop(self, action: Action) -> None:
         del self._passes[action.stage, action.microbatch]
@@ -274,10 +274,10 @@ class Execution:
     # ---- transfers -----------------------------------------------------------------------------------------------
 
     def _send_forward(self, action: Action) -> None:
-        place = (action.stage, action.microbatch)
-        if place in self._new_forms:
-            self._post.send_form(self._sent_forms[place], _peer(action))
-        self._post.send(self._outgoing.pop(place), _peer(action))
+        index = (action.stage, action.microbatch)
+        if index in self._new_forms:
+            self._post.send_form(self._sent_forms[index], _peer(action))
+        self._post.send(self._outgoing.pop(index), _peer(action))
 
     def _receive_forward(self, action: Action) -> None:
         known, kind = self._runtime.forms[action.stage], self._kinds[action.microbatch]
@@ -294,9 +294,9 @@ class Execution:
         self._post.send(self._outgoing.pop((action.stage, action.microbatch)), _peer(action))
 
     def _receive_backward(self, action: Action) -> None:
-        place = (action.stage, action.microbatch)
+        index = (action.stage, action.microbatch)
         device = self._runtime.stages[action.stage].device
-        self._gradients[place] = self._post.receive(self._sent_forms.pop(place).differentiable, _peer(action), device)
+        self._gradients[index] = self._post.receive(self._sent_forms.pop(index).differentiable, _peer(action), device)
 
 
 def _peer(action: Action) -> int:

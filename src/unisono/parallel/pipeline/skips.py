@@ -101,10 +101,10 @@ class Calls(TorchFunctionMode):
     def with_values(self, call: Call, arguments: Any) -> Any:
         """The arguments of a call that reads values, with those that stages before have sent."""
         leaves, spec = tree_flatten(arguments)
-        for place, leaf in enumerate(leaves):
-            label = (call, -1 - place)
+        for index, leaf in enumerate(leaves):
+            label = (call, -1 - index)
             if isinstance(leaf, torch.Tensor) and label in self.received:
-                self.made[label] = leaves[place] = self.received[label]
+                self.made[label] = leaves[index] = self.received[label]
             elif isinstance(leaf, torch.Tensor) and label in self._wanted:
                 self.made[label] = _copy(leaf)  # to be sent; the call itself is given the tensor, with its gradient
             elif isinstance(leaf, torch.Tensor):
@@ -125,9 +125,9 @@ class Calls(TorchFunctionMode):
 
     def label(self, call: Call, result: Any) -> None:
         """Give the tensors of a result their labels."""
-        for place, leaf in enumerate(tree_leaves(result)):
+        for index, leaf in enumerate(tree_leaves(result)):
             if isinstance(leaf, torch.Tensor):
-                self.keep((call, place), leaf)
+                self.keep((call, index), leaf)
 
     def keep(self, label: Label, tensor: torch.Tensor) -> None:
         if label in self._wanted:
@@ -205,9 +205,9 @@ class Reads(Calls):
             self._touched(storage)
 
     def with_values(self, call: Call, arguments: Any) -> Any:
-        for place, leaf in enumerate(tree_leaves(arguments)):
+        for index, leaf in enumerate(tree_leaves(arguments)):
             if isinstance(leaf, torch.Tensor) and leaf in self._flow:
-                self._seen[call, -1 - place] = _Seen(self.segment, read=sys.maxsize)
+                self._seen[call, -1 - index] = _Seen(self.segment, read=sys.maxsize)
         return arguments
 
     def read_tensors(self, tree: Any) -> None:

@@ -98,7 +98,7 @@ class Stage:
         self.is_last = span.stop == len(blocks.modules)
         self._blocks = blocks
         self._off_stage = off_stage
-        self._gates = [_Gate(block, place, self) for place, block in enumerate(blocks.modules)]
+        self._gates = [_Gate(block, index, self) for index, block in enumerate(blocks.modules)]
         self._forms: dict[Key, MessageForm | None] = {}  # of the messages handed on, by kind of microbatch
         self._run: _Run | None = None
         self._skips_out = tuple(sorted(skips.into(span.stop)))
@@ -156,7 +156,7 @@ class Stage:
         assert run.message is not None
         leaves = self._travelling(run)
         form = self._form(run, leaves) if run.known is None else run.known
-        tensors = [leaves[places[0]] for places in form.places]
+        tensors = [leaves[indices[0]] for indices in form.positions]
         if watching:
             self._forms[kind] = form
         elif tuple(map(TensorForm.of, tensors)) != form.tensors:
@@ -189,8 +189,8 @@ class Stage:
 
     @contextlib.contextmanager
     def _running(self, run: _Run) -> Iterator[None]:
-        places = self._blocks.places(self.model)
-        for (holder, key), gate in zip(places, self._gates, strict=True):
+        indices = self._blocks.holders(self.model)
+        for (holder, key), gate in zip(indices, self._gates, strict=True):
             holder[key] = gate
         self._run, self._off_stage.is_running = run, True
         try:
@@ -210,30 +210,30 @@ class Stage:
                 yield
         finally:
             self._run, self._off_stage.is_running = None, False
-            for (holder, key), block in zip(places, self._blocks.modules, strict=True):
+            for (holder, key), block in zip(indices, self._blocks.modules, strict=True):
                 holder[key] = block
 
     # ---- what the gates do ---------------------------------------------------------------------------------------
 
-    def pass_gate(self, place: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def pass_gate(self, index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = self._run
         assert run is not None
         if run.calls is None:
-            return self._passed(run, place, block, args, kwargs)
+            return self._passed(run, index, block, args, kwargs)
         run.calls.is_inside = True
-        result = self._passed(run, place, block, args, kwargs)
+        result = self._passed(run, index, block, args, kwargs)
         run.calls.is_inside = False
-        run.calls.label_block(place, result)
+        run.calls.label_block(index, result)
         return result
 
-    def _passed(self, run: _Run, place: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if place < self.span.start:
-            return self._skip(run, place)
+    def _passed(self, run: _Run, index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if index < self.span.start:
+            return self._skip(run, index)
         if self.span.start > 0:
-            args, kwargs = self._replace(run, place, args, kwargs)
+            args, kwargs = self._replace(run, index, args, kwargs)
         if run.watching:
-            self._require_real(run, (args, kwargs), f"the argument of {self._name(place)}")
-        if place == self.span.stop:
+            self._require_real(run, (args, kwargs), f"the argument of {self._name(index)}")
+        if index == self.span.stop:
             run.message = (args, kwargs)
             raise _HandOver
         result = block(*args, **kwargs)
@@ -242,27 +242,27 @@ class Stage:
             run.results.append(form_of_result(result))
         return result
 
-    def _skip(self, run: _Run, place: int) -> Any:
+    def _skip(self, run: _Run, index: int) -> Any:
         assert run.received_form is not None
-        result = meta_result(run.received_form.results[place], self.device, self._is_written)
+        result = meta_result(run.received_form.results[index], self.device, self._is_written)
         if run.watching:
             run.placeholders.mark(result)
             run.flow.mark(result)
         return result
 
     def _replace(
-        self, run: _Run, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, run: _Run, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Put what was received instead of what is without values: in the first block by position, later by
         identity."""
         leaves, spec = tree_flatten((args, kwargs))
-        if place == self.span.start:
+        if index == self.span.start:
             form = run.received_form
             assert form is not None
             if len(leaves) != form.arguments:
-                self._refuse(f"{self._name(place)} got {len(leaves)} arguments, but {form.arguments} were announced")
-            for tensor, places in zip(run.received, form.places, strict=True):
-                for position in places:
+                self._refuse(f"{self._name(index)} got {len(leaves)} arguments, but {form.arguments} were announced")
+            for tensor, indices in zip(run.received, form.positions, strict=True):
+                for position in indices:
                     if position < form.arguments:
                         self._note(run, leaves[position], tensor)
                         leaves[position] = tensor
@@ -289,13 +289,13 @@ class Stage:
 
     def _form(self, run: _Run, leaves: Sequence[Any]) -> MessageForm:
         travels = [isinstance(leaf, torch.Tensor) and leaf in run.flow for leaf in leaves]
-        places = indices_of(leaves, travels)
-        if not places:
+        indices = indices_of(leaves, travels)
+        if not indices:
             self._refuse(f"nothing that depends on parameters reaches {self._name(self.span.stop)}")
-        tensors = tuple(TensorForm.of(leaves[positions[0]]) for positions in places)
+        tensors = tuple(TensorForm.of(leaves[positions[0]]) for positions in indices)
         before = run.received_form.results if run.received_form is not None else ()
         arguments = len(leaves) - len(self._skips_out)
-        return MessageForm(tensors, places, arguments, (*before, *run.results), self._skips_out)
+        return MessageForm(tensors, indices, arguments, (*before, *run.results), self._skips_out)
 
     # ---- what is refused -----------------------------------------------------------------------------------------
 
@@ -318,22 +318,22 @@ class Stage:
     def _refuse(self, why: str) -> NoReturn:
         raise UsageError(f"pipeline: stage {self.number} of {type(self.model).__name__}: {why}")
 
-    def _name(self, place: int) -> str:
-        return self._blocks.name(place) if place < len(self._blocks.modules) else "the end of the model"
+    def _name(self, index: int) -> str:
+        return self._blocks.name(index) if index < len(self._blocks.modules) else "the end of the model"
 
 
 class _Gate(nn.Module):
     """Stands in a block's place while a stage runs; to the model it looks like the block."""
 
-    def __init__(self, block: nn.Module, place: int, stage: Stage) -> None:
+    def __init__(self, block: nn.Module, index: int, stage: Stage) -> None:
         super().__init__()
         self.block = block
         self.training = block.training
-        self._place = place
+        self._index = index
         self._stage = stage
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._stage.pass_gate(self._place, self.block, args, kwargs)
+        return self._stage.pass_gate(self._index, self.block, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:

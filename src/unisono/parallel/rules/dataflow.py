@@ -226,12 +226,12 @@ class _Recorder(TorchFunctionMode):
 
     def note_use(self, tree: Any) -> None:
         for leaf in tree_leaves(tree):
-            for name, place in self._returned.get(id(leaf), ()):
-                self.flow.used.setdefault(name, set()).add(place)
+            for name, position in self._returned.get(id(leaf), ()):
+                self.flow.used.setdefault(name, set()).add(position)
 
     def _leave_module(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        for place, leaf in enumerate(leaf for leaf in tree_leaves(output) if _is_tensor(leaf)):
-            self._returned[id(leaf)].append((name, place))
+        for position, leaf in enumerate(leaf for leaf in tree_leaves(output) if _is_tensor(leaf)):
+            self._returned[id(leaf)].append((name, position))
             self._kept.append(leaf)
 
     def _enter_layer(self, name: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
@@ -282,8 +282,8 @@ class _Recorder(TorchFunctionMode):
             index = next((i for i, (a, b) in enumerate(zip(first.shape, sizes, strict=False)) if a != b), None)
             if index is not None:
                 has_parts = 1 < sizes[index] <= 3 and index + 2 < len(sizes)  # q, k and v before the heads
-                for place in range(index, index + 1 + has_parts):
-                    self.flow.sizes.append(ReshapeSize(origins, sizes[place], place - len(sizes)))
+                for position in range(index, index + 1 + has_parts):
+                    self.flow.sizes.append(ReshapeSize(origins, sizes[position], position - len(sizes)))
         layer, dim = self._layer_of.get(id(first), (None, -1))
         if layer is None:
             return
@@ -306,9 +306,9 @@ class _Recorder(TorchFunctionMode):
     def _follow_features(self, layer: str, before: torch.Tensor, dim: int, after: torch.Tensor) -> None:
         """Of a tensor whose dims were reordered: where its features are, if their stride and length tell."""
         found = [
-            place - after.dim()
-            for place in range(after.dim())
-            if (after.stride(place), after.shape[place]) == (before.stride(dim), before.shape[dim])
+            position - after.dim()
+            for position in range(after.dim())
+            if (after.stride(position), after.shape[position]) == (before.stride(dim), before.shape[dim])
         ]
         if len(found) == 1:
             self._layer_of[id(after)] = (layer, found[0])

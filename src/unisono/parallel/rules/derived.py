@@ -75,9 +75,9 @@ def _candidates(block: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, st
 def _mlp(layers: dict[str, tuple[int, int]]) -> dict[str, str]:
     """Layers from one width to another, and after them one back."""
     names = list(layers)
-    for place, down in enumerate(names):
+    for index, down in enumerate(names):
         hidden, width = layers[down]
-        ups = [name for name in names[:place] if layers[name] == (width, hidden)]
+        ups = [name for name in names[:index] if layers[name] == (width, hidden)]
         if ups and hidden != width:
             return {**dict.fromkeys(ups, "column"), down: "row"}
     return {}

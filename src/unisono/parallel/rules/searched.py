@@ -150,7 +150,7 @@ def _gathered(assignment: Assignment) -> set[str]:
         if isinstance(lies, Shard) and lies == wanted:
             groups[root(source)] = root(user)
         else:
-            broken |= {name for name, place in ((source, lies), (user, wanted)) if isinstance(place, Shard)}
+            broken |= {name for name, index in ((source, lies), (user, wanted)) if isinstance(index, Shard)}
     roots = {root(name) for name in broken}
     return {name for name in assignment.options if root(name) in roots}
 

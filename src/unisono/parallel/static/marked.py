@@ -128,26 +128,26 @@ def _has_marks(model: nn.Module) -> bool:
 class MarkedStages:
     """Which modules begin which stage of a pipeline, along which axis."""
 
-    def __init__(self, axis: str, count: int, places: dict[str, int]) -> None:
+    def __init__(self, axis: str, count: int, stage_of: dict[str, int]) -> None:
         self.axis = axis
         self.count = count
-        self.places = places
+        self.stage_of = stage_of
 
     def boundaries(self, blocks: Blocks) -> tuple[int, ...]:
         """The first block of every stage."""
         names = [blocks.name(number) for number in range(len(blocks.modules))]
-        strangers = sorted(set(self.places) - set(names))
+        strangers = sorted(set(self.stage_of) - set(names))
         if strangers:
             raise UsageError(f"{strangers[0]} is marked as a stage's first, but blocks are {', '.join(names)}")
         starts = {0: 0}
         for number, name in enumerate(names):
-            if name in self.places:
-                starts.setdefault(self.places[name], number)
+            if name in self.stage_of:
+                starts.setdefault(self.stage_of[name], number)
         order = [starts.get(stage) for stage in range(self.count)]
         if None in order or order != sorted(order, key=lambda start: start or 0):
             raise UsageError(
                 f"{self.axis}={self.count} needs as many stages in the order of the blocks ({', '.join(names)}), but "
-                f"the marks say {self.places}; mark the first block of every stage but stage 0"
+                f"the marks say {self.stage_of}; mark the first block of every stage but stage 0"
             )
         return tuple(start for start in order if start is not None)
 
@@ -162,7 +162,7 @@ def stages_on(model: nn.Module, mesh: Mesh, inputs: Any) -> MarkedStages | None:
     if not found:
         return None
     axis = axes.pop()
-    return MarkedStages(axis, mesh.size(axis), {name: place for name, (_, place) in found.items()})
+    return MarkedStages(axis, mesh.size(axis), {name: position for name, (_, position) in found.items()})
 
 
 def _stages_in_forward(model: nn.Module, inputs: Any) -> dict[str, PlacementSpec]:
@@ -179,9 +179,9 @@ def _stages_in_forward(model: nn.Module, inputs: Any) -> dict[str, PlacementSpec
 
 def _place(placement_spec: PlacementSpec, mesh: Mesh) -> tuple[str, int]:
     for axis in mesh.names:
-        for place in range(mesh.size(axis)):
-            if mesh.size(axis) > 1 and placement_spec.mesh == mesh.at(**{axis: place}):
-                return axis, place
+        for position in range(mesh.size(axis)):
+            if mesh.size(axis) > 1 and placement_spec.mesh == mesh.at(**{axis: position}):
+                return axis, position
     raise UsageError(
         f"a stage is marked for {placement_spec.mesh} ({placement_spec.line}); "
         f"expected a submesh of {mesh}, as mesh.at(pp=1)"
@@ -199,9 +199,9 @@ def _require_marks(traced: Trace, mesh: Mesh) -> None:
 
 
 def _role(found: Assignment, axis: str) -> str:
-    trace, place = found.trace, found.mesh.axis(axis)
-    cut = [name for node, name in trace.parameters.items() if found.layout(node)[place] != REPLICATE]
-    fed = [node for node in trace.inputs if shard_dim(found.layout(node)[place]) == 0]
+    trace, position = found.trace, found.mesh.axis(axis)
+    cut = [name for node, name in trace.parameters.items() if found.layout(node)[position] != REPLICATE]
+    fed = [node for node in trace.inputs if shard_dim(found.layout(node)[position]) == 0]
     if cut and fed:
         raise UsageError(
             f"along {axis} both the inputs and {cut[0]} are sharded, which no plan does: mark one of them; to share "

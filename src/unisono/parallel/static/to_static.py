@@ -64,27 +64,27 @@ class StagedProgram:
     def text(self, rank: int | None = None) -> str:
         """What a rank, by default this one, does with a microbatch, and in which order."""
         rank = world.rank() if rank is None else rank
-        place = self.mesh.index(self._stages.axis, rank=rank)
-        segment = self._shown.segments[place]
+        position = self.mesh.index(self._stages.axis, rank=rank)
+        segment = self._shown.segments[position]
         plan = self.trainer.plan
-        before, after = self._neighbour(rank, place - 1), self._neighbour(rank, place + 1)
-        lines = [f"stage {place} of {self._stages.count} on rank {rank}, plan {plan}; of one microbatch:"]
+        before, after = self._neighbour(rank, position - 1), self._neighbour(rank, position + 1)
+        lines = [f"stage {position} of {self._stages.count} on rank {rank}, plan {plan}; of one microbatch:"]
         lines += [f"  recv from rank {before}: {self._named(segment.received)}"] if segment.received else []
         lines += [f"  {line}" for line in _ops(segment)]
-        if place < self._stages.count - 1:
+        if position < self._stages.count - 1:
             lines += [f"  send to rank {after}: {self._named(segment.sent)}"]
             lines += [f"  backward: recv from rank {after} the gradients of what was sent"]
         if segment.received:
             lines += [f"  backward: send to rank {before} the gradients of what was received"]
         assert self.trainer.pipeline is not None
-        order = " ".join(str(action) for action in self.trainer.pipeline.schedule.actions[place])
+        order = " ".join(str(action) for action in self.trainer.pipeline.schedule.actions[position])
         return "\n".join([*lines, f"order: {order}"])
 
-    def _neighbour(self, rank: int, place: int) -> int:
-        if not 0 <= place < self._stages.count:
+    def _neighbour(self, rank: int, position: int) -> int:
+        if not 0 <= position < self._stages.count:
             return -1
         coordinate = list(self.mesh.coordinate(rank))
-        coordinate[self.mesh.axis(self._stages.axis)] = place
+        coordinate[self.mesh.axis(self._stages.axis)] = position
         return int(self.mesh.ranks[tuple(coordinate)])
 
     def _named(self, names: tuple[str, ...]) -> str:
@@ -171,14 +171,14 @@ def _staged(
     save_graphs: str | Path | None,
 ) -> StagedProgram:
     dtype = job["dtype"]
-    staged = TracedStages(full if dtype is None else in_dtype(full, dtype), stages.places, stages.count)
+    staged = TracedStages(full if dtype is None else in_dtype(full, dtype), stages.stage_of, stages.count)
     trainer = parallelize(staged if isinstance(made, nn.Module) else (lambda: staged), plan, **job)
     microbatch = tree_map(lambda leaf: _rows(leaf, plan), job["example"][0])
     program = StagedProgram(trainer, staged, mesh, stages, microbatch)
     if save_graphs is not None:
-        place = Path(save_graphs) / f"rank_{world.rank()}"
-        place.mkdir(parents=True, exist_ok=True)
-        (place / "stage.txt").write_text(f"{program}\n")
+        position = Path(save_graphs) / f"rank_{world.rank()}"
+        position.mkdir(parents=True, exist_ok=True)
+        (position / "stage.txt").write_text(f"{program}\n")
     return program
 
 

@@ -38,9 +38,9 @@ def by_heads(module: nn.Module, attributes: Sequence[str], region: Region) -> No
 
 
 def _with_stand_in(region: Region, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    for place, value in enumerate(args):
+    for position, value in enumerate(args):
         if isinstance(value, torch.Tensor):
-            return forward(*args[:place], region.stand_in(value), *args[place + 1 :], **kwargs)
+            return forward(*args[:position], region.stand_in(value), *args[position + 1 :], **kwargs)
     for key, value in kwargs.items():
         if isinstance(value, torch.Tensor):
             return forward(*args, **kwargs | {key: region.stand_in(value)})

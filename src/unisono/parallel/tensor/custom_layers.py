@@ -457,7 +457,7 @@ class _Trial:
             return torch.stack(outputs).sum(0)
         if [output.shape[-1] for output in outputs] != lengths_of(self.cut.split):
             raise ValueError("a rank gives another number of features than it holds")
-        order = torch.tensor([place for held in self.cut.split.held for place in held])
+        order = torch.tensor([position for held in self.cut.split.held for position in held])
         return torch.cat(outputs, -1).index_select(-1, order.argsort())
 
 

@@ -30,15 +30,15 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     """F.linear on what a tensor-parallel region is entered with."""
     if not (torch.is_grad_enabled() and weight.requires_grad and x.requires_grad):
         return F.linear(x, weight, bias)
-    place = before_start(x)
+    index = before_start(x)
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     kept: _Kept = []
     token = _Late.apply(weight, bias, kept)
-    if place is not None:
-        token.grad_fn._set_sequence_nr(place)
+    if index is not None:
+        token.grad_fn._set_sequence_nr(index)
     return _Linear.apply(x, token, weight.detach(), None if bias is None else bias.detach(), kept, (weight,))
 
 

@@ -21,14 +21,14 @@ def packed(dim: int, lengths: Sequence[int], ranks: int) -> Split:
     start = 0
     for length in lengths:
         for rank, shard in enumerate(Split.even(TP, 0, length, ranks).held):
-            held[rank].extend(start + place for place in shard)
+            held[rank].extend(start + index for index in shard)
         start += length
-    return Split(TP, dim, tuple(tuple(places) for places in held))
+    return Split(TP, dim, tuple(tuple(indices) for indices in held))
 
 
 def lengths_of(split: Split) -> list[int]:
     """How much of the dim each rank holds."""
-    return [len(places) for places in split.held]
+    return [len(indices) for indices in split.held]
 
 
 class ParameterSharder:
@@ -48,8 +48,8 @@ class ParameterSharder:
                     f"(along dim {before.dim} and dim {split.dim}); give them rules that agree"
                 )
             return shard
-        places = torch.as_tensor(list(split.held[self.rank]), dtype=torch.long, device=full.device)
-        shard = nn.Parameter(full.detach().index_select(split.dim, places), requires_grad=full.requires_grad)
+        indices = torch.as_tensor(list(split.held[self.rank]), dtype=torch.long, device=full.device)
+        shard = nn.Parameter(full.detach().index_select(split.dim, indices), requires_grad=full.requires_grad)
         lay(shard, layout_of(full).cut(split))
         self.made[full] = (split, shard)
         return shard

@@ -113,7 +113,7 @@ class _Shards:
     def __init__(self, split: Split, region: Region) -> None:
         self.comm = region.comm
         self.lengths = [len(held) for held in split.held]
-        order = [place for held in split.held for place in held]
+        order = [index for held in split.held for index in held]
         self.is_in_order = order == sorted(order)
         self.order = torch.tensor(order)
 

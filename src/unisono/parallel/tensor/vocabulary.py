@@ -179,9 +179,9 @@ class _CrossEntropy(torch.autograd.Function):
         if is_ours:
             logits = logits.float()  # a sum over the vocabulary is more than half precision can hold
         ignored = targets == ignore_index
-        place = targets - sum(lengths[: comm.rank])
-        elsewhere = ignored | (place < 0) | (place >= logits.shape[-1])
-        place = place.masked_fill(elsewhere, 0).unsqueeze(-1)
+        index = targets - sum(lengths[: comm.rank])
+        elsewhere = ignored | (index < 0) | (index >= logits.shape[-1])
+        index = index.masked_fill(elsewhere, 0).unsqueeze(-1)
 
         maximum = logits.new_full(targets.shape, -torch.inf)
         if logits.shape[-1]:
@@ -189,7 +189,7 @@ class _CrossEntropy(torch.autograd.Function):
         comm.all_reduce(maximum, "max")
         # Of what is as large as the logits, there is one: it is shifted, then exponentials, then probabilities.
         shifted = logits.sub_(maximum.unsqueeze(-1)) if is_ours else logits - maximum.unsqueeze(-1)
-        own = shifted.gather(-1, place).squeeze(-1) if logits.shape[-1] else torch.zeros_like(maximum)
+        own = shifted.gather(-1, index).squeeze(-1) if logits.shape[-1] else torch.zeros_like(maximum)
         of_all = [shifted.sum(-1)] if smoothing else []
         exponentials = shifted.exp_()
         sums = [exponentials.sum(-1), own.masked_fill(elsewhere, 0.0), *of_all]
@@ -198,7 +198,7 @@ class _CrossEntropy(torch.autograd.Function):
         losses = total.log() - target
         if smoothing:
             losses = (1 - smoothing) * losses + smoothing * (total.log() - rest[0] / ctx.classes)
-        ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), place, elsewhere, ignored)
+        ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), index, elsewhere, ignored)
         return losses.masked_fill(ignored, 0.0).to(ctx.dtype)
 
     @staticmethod
@@ -206,11 +206,11 @@ class _CrossEntropy(torch.autograd.Function):
         "cross entropy of sharded logits", 'keep the head full with a rule {"NAME OF THE HEAD": "whole"}'
     )
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        probabilities, place, elsewhere, ignored = ctx.saved_tensors
+        probabilities, index, elsewhere, ignored = ctx.saved_tensors
         slope = probabilities - ctx.smoothing / ctx.classes
         if slope.shape[-1]:
             own = (ctx.smoothing - 1) * (~elsewhere).to(slope.dtype)
-            slope.scatter_add_(-1, place, own.unsqueeze(-1))
+            slope.scatter_add_(-1, index, own.unsqueeze(-1))
         slope *= grad.masked_fill(ignored, 0.0).unsqueeze(-1)
         return slope.to(ctx.dtype), None, None, None, None, None
 

@@ -106,7 +106,7 @@ class ShardBucket(Bucket):
     def size(self) -> int:
         return self.comm.size * self.chunk
 
-    def places(self, message: torch.Tensor) -> list[list[torch.Tensor]]:
+    def slots(self, message: torch.Tensor) -> list[list[torch.Tensor]]:
         """Where each rank's rows of each parameter are in a message, for evenly cut parameters those of all ranks in
         one; the padding becomes zeros."""
         ranks = self.comm.size
@@ -122,7 +122,7 @@ class ShardBucket(Bucket):
         for rank in range(ranks):
             message[rank * self.chunk + self._used(rank) : (rank + 1) * self.chunk].zero_()
             by_rank.append(self._rows(message, rank))
-        return [list(places) for places in zip(*by_rank, strict=True)]
+        return [list(slots) for slots in zip(*by_rank, strict=True)]
 
     def parts(self, index: int, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
         if self.is_even:
@@ -135,8 +135,8 @@ class ShardBucket(Bucket):
         chunk = torch.empty(self.chunk, dtype=dtype, device=device)
         used = self._used(self.comm.rank)
         chunk[used:].zero_()
-        places = chunk[:used].split([local.numel() for local in locals_])
-        foreach_copy_(list(places), [local.reshape(-1) for local in locals_])
+        slots = chunk[:used].split([local.numel() for local in locals_])
+        foreach_copy_(list(slots), [local.reshape(-1) for local in locals_])
         message = (spare or Spare()).take(self.size, dtype, device)
         return self.comm.all_gather_into(message, chunk, async_op=True)
 
@@ -144,16 +144,16 @@ class ShardBucket(Bucket):
     def unpack(self, message: torch.Tensor, full_tensors: Sequence[torch.Tensor], has_own: bool = False) -> None:
         """Put what `all_gather` brought into full tensors; with `has_own`, which have this rank's rows already."""
         if self.is_even:  # what is there already is written once more: that costs less than to leave it out
-            sources = [places[0] for places in self.places(message)]
+            sources = [slots[0] for slots in self.slots(message)]
             foreach_copy_([self.parts(index, full)[0] for index, full in enumerate(full_tensors)], sources)
             return
         targets, sources = [], []
         for rank in range(self.comm.size):
             if has_own and rank == self.comm.rank:
                 continue
-            for shard, place, full in zip(self.shards, self._rows(message, rank), full_tensors, strict=True):
+            for shard, slot, full in zip(self.shards, self._rows(message, rank), full_tensors, strict=True):
                 targets.append(shard.of(full, rank))
-                sources.append(place)
+                sources.append(slot)
         foreach_copy_(targets, sources)
 
     def mine_in(self, chunk: torch.Tensor) -> list[torch.Tensor]:
@@ -169,9 +169,9 @@ class ShardBucket(Bucket):
     def _rows(self, message: torch.Tensor, rank: int) -> list[torch.Tensor]:
         """Where the rows of a rank are in a message, shaped as rows."""
         first = rank * self.chunk
-        places = []
+        slots = []
         for shard in self.shards:
             last = first + shard.size(rank)
-            places.append(message[first:last].view(len(shard.held[rank]), *shard.shape[1:]))
+            slots.append(message[first:last].view(len(shard.held[rank]), *shard.shape[1:]))
             first = last
-        return places
+        return slots

@@ -304,8 +304,8 @@ class Units:
         elif unit in self._order:
             if self._turns.are_announced:
                 return
-            place = self._order.index(unit) + direction
-            for other in self._order[max(place, 0) : place + 1]:
+            position = self._order.index(unit) + direction
+            for other in self._order[max(position, 0) : position + 1]:
                 other.start_gather()
         else:
             self._order.append(unit)

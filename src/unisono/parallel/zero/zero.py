@@ -328,10 +328,10 @@ def _require_parameters_of(model: nn.Module, optimizer: Optimizer) -> None:
             f"the optimizer has {strangers} parameters that are not the model's; build it from those given"
         )
     shapes = {parameter.shape for parameter in model.parameters()}
-    for place, value in _beside_state(optimizer):
+    for index, value in _beside_state(optimizer):
         if value.numel() > 1 and value.shape in shapes and id(value) not in names:
             raise UsageError(
-                f"{type(optimizer).__name__} keeps a tensor of a parameter's shape in {place}, where ZeRO cannot cut "
+                f"{type(optimizer).__name__} keeps a tensor of a parameter's shape in {index}, where ZeRO cannot cut "
                 "it with the parameter; keep it in its state, as self.state[parameter]['...'], or use zero=0"
             )
 
@@ -340,8 +340,8 @@ def _beside_state(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor that an optimizer holds, but for its parameters in their groups and its state."""
     kept = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    for place, tree in [*((f"its attribute {name}", value) for name, value in kept.items()), ("its groups", groups)]:
-        yield from ((place, leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    for index, tree in [*((f"its attribute {name}", value) for name, value in kept.items()), ("its groups", groups)]:
+        yield from ((index, leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
 def _cut(value: Any, shard: ZeroShard) -> Any:
