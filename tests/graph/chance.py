@@ -15,14 +15,14 @@ from unisono.mesh.mesh import Mesh
 
 def chance_assignment(trace: Trace, mesh: Mesh, seed: int) -> Assignment:
     """For each node one of the choices that divide, all equally likely but the one in which nothing is split."""
-    rng_use = random.Random(seed)
-    return Assignment(trace, mesh, {node.name: _chosen(node, trace, mesh, rng_use) for node in trace.graph.nodes})
+    rng = random.Random(seed)
+    return Assignment(trace, mesh, {node.name: _chosen(node, trace, mesh, rng) for node in trace.graph.nodes})
 
 
-def _chosen(node: fx.Node, trace: Trace, mesh: Mesh, rng_use: random.Random) -> tuple[Option, ...]:
+def _chosen(node: fx.Node, trace: Trace, mesh: Mesh, rng: random.Random) -> tuple[Option, ...]:
     listed = options(node)
     for _ in range(30):
-        chosen = tuple(rng_use.choice(listed[1:] or listed) for _ in range(mesh.ndim))
+        chosen = tuple(rng.choice(listed[1:] or listed) for _ in range(mesh.ndim))
         if _fits(node, chosen, trace, mesh):
             return chosen
     return (listed[0],) * mesh.ndim

@@ -30,7 +30,7 @@ def test_every_option_of_every_op(name: str) -> None:
     without = sorted({str(op.target) for op in traced.ops if rule_of(op.target) is None})
     assert not without, f"ops without a rule: {', '.join(without)}"
     values = _values(traced, model, inputs, targets)
-    rng_use = random.Random(0)
+    rng = random.Random(0)
     one, two = Mesh.describe((2,), ("a",)), Mesh.describe((2, 2), ("a", "b"))
     tried = 0
     for node, given in run_graph(traced, values, RandomState(3)):
@@ -40,7 +40,7 @@ def test_every_option_of_every_op(name: str) -> None:
         if key in _seen or len(listed) < 2 or target_name(node.target) in ("getitem", "aten.empty_like.default"):
             continue
         _seen.add(key)
-        for chosen in [(option,) for option in listed] + [tuple(rng_use.choices(listed, k=2)) for _ in range(2)]:
+        for chosen in [(option,) for option in listed] + [tuple(rng.choices(listed, k=2)) for _ in range(2)]:
             mesh = one if len(chosen) == 1 else two
             if fits(node, chosen, given, mesh):
                 try:

@@ -316,7 +316,7 @@ def test_draws_that_are_not_torch_s_are_refused_with_their_line() -> None:
     example = torch.zeros(4, 4), None
     for draw in DRAWN:
         model = Then(draw)
-        model.rng_use = numpy.random.default_rng(0)
+        model.dice = numpy.random.default_rng(0)
         (told,) = trace(model, example).lost
         assert f"at test_program_odd.py:{draw.__code__.co_firstlineno} the model draws from Python's random" in told
     before = random.getstate()

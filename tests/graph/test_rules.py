@@ -84,13 +84,13 @@ def test_options_give_the_op(name: str) -> None:
     traced = trace(_Of(CASES[name]), (given, None))
     values = dict(zip(traced.inputs, given, strict=True)) | traced.constants
     one, two = Mesh.describe((2,), ("a",)), Mesh.describe((2, 2), ("a", "b"))
-    rng_use = random.Random(0)
+    rng = random.Random(0)
     for node, tensors in run_graph(traced, values, RandomState(3)):
         assert rule_of(node.target) is not None, f"no rule for {node.target}"
         listed = options(node)
         if len(listed) < 2 or target_name(node.target) == "getitem":
             continue
-        for chosen in [(option,) for option in listed] + [tuple(rng_use.choices(listed, k=2)) for _ in range(3)]:
+        for chosen in [(option,) for option in listed] + [tuple(rng.choices(listed, k=2)) for _ in range(3)]:
             mesh = one if len(chosen) == 1 else two
             if fits(node, chosen, tensors, mesh):
                 try:
