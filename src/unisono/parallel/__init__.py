@@ -1,6 +1,6 @@
 """The strategies, one folder each; `apply` composes them, and `trainer` runs what it has composed.
 
-apply, trainer        a plan meets a model; one training step
+apply, compose        `uni.parallelize`: checks, then the strategies in their order; trainer: one training step
 layout                which shard of a parameter a rank holds, and along which axes gradients are summed
 share, inputs, outputs  batches to ranks and microbatches, and outputs back together
 data/                 data parallelism: buckets, reducer, batch norm over the global batch, clipping

@@ -1,15 +1,9 @@
-"""Where a Plan meets a model: the one place that knows all strategies, and in which order they are applied.
+"""`uni.parallelize`: a plan meets a model.
 
-1. The model is built from one seed, and its modules are named: random numbers go by those names. Where a function
-   builds it, and the plan leaves a rank a part, it is first built on the meta device
-   (mesh/deferred_init/deferred_model.py): a rank never builds the full model.
-2. Experts, layers and sequences are shared out (ep, tp with sp, cp), in place, under the parameters' own names.
-3. Batch statistics become global, chosen modules are recomputed.
-4. The pipeline keeps this rank's stages.
-5. What is left of the model on this rank gets its values, where it was without values (filling.py), and is
-   replicated over the data ranks, plainly or by ZeRO.
-
-A combination that cannot give the result of one device is refused before any rank computes.
+The model is built from one seed, and its modules are named: random numbers go by those names. Where a function builds
+it, and the plan leaves a rank a part, it is first built on the meta device (mesh/deferred_init/): a rank never holds
+the full model. What cannot give the result of one device is refused before ranks communicate (checks/). Then the
+strategies are applied, in the order of compose.py.
 """
 
 from __future__ import annotations
@@ -30,43 +24,31 @@ from unisono.mesh.deferred_init.seeded_init import in_dtype
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random.state import RandomState
 from unisono.mesh.side_effects import no_side_effects
-from unisono.parallel.checks.optimizer_scope import require_full_parameters
-from unisono.parallel.checks.parameter_groups import require_same_groups
 from unisono.parallel.checks.parameter_reads import ParameterReads
 from unisono.parallel.checks.preview import require_fitting_loss
 from unisono.parallel.checks.samples import find_samples
 from unisono.parallel.checks.separable import require_separable
 from unisono.parallel.checks.tokenwise import require_tokenwise
 from unisono.parallel.checks.updated_buffers import require_steady_buffers
-from unisono.parallel.context.context import context_parallelize
+from unisono.parallel.compose import Composition, compose, example_inputs, schedule_of
 from unisono.parallel.context.sequence import require_sound_blocks
 from unisono.parallel.data import batchnorm
-from unisono.parallel.data.bucket import is_summed
-from unisono.parallel.data.data_parallel import DataParallel
-from unisono.parallel.expert.expert import expert_parallelize, needs_full_batch
+from unisono.parallel.expert.expert import needs_full_batch
 from unisono.parallel.inputs import cloned
-from unisono.parallel.layout import layout_of
 from unisono.parallel.loop import OwnLoop, refuse_calls
 from unisono.parallel.loss.batch_loss import BatchLoss, GatheredLoss, OutputKinds, require_full_batches
-from unisono.parallel.loss.loss import GlobalLoss, Loss
-from unisono.parallel.loss.model_loss import ModelLoss, NeedsValues, with_model_loss
+from unisono.parallel.loss.loss import Loss
+from unisono.parallel.loss.model_loss import ModelLoss, NeedsValues
 from unisono.parallel.meta.filling import Filling
 from unisono.parallel.pipeline.layers import LayerSpec, build_whole
-from unisono.parallel.pipeline.parameter_usage import by_names
-from unisono.parallel.pipeline.rehearsal import Rehearsal, rehearse, rehearse_with_values, rehearsed
-from unisono.parallel.pipeline.runtime import PipelineRuntime
-from unisono.parallel.pipeline.split import require_stages, split
-from unisono.parallel.pipeline.tied import TiedGradients
+from unisono.parallel.pipeline.rehearsal import rehearse, rehearse_with_values, rehearsed
+from unisono.parallel.pipeline.split import require_stages
 from unisono.parallel.precision import Precision
-from unisono.parallel.recompute import is_recomputed, recompute
-from unisono.parallel.share import BatchDim, first_rows, require_batch_dim, share, shares
+from unisono.parallel.share import BatchDim, require_batch_dim
 from unisono.parallel.tensor.coverage import coverage
-from unisono.parallel.tensor.head_width import HeadWidth
-from unisono.parallel.tensor.tensor_parallel import deriving_once, fitting_rules, require_shareable, tensor_parallelize
+from unisono.parallel.tensor.tensor_parallel import deriving_once, fitting_rules, require_shareable
 from unisono.parallel.trainer import Trainer, takes_closure
-from unisono.parallel.zero.zero import Zero
-from unisono.plan.plan import AXES, DATA, REPLICAS, Plan
-from unisono.plan.schedules.schedule import Schedule, schedule
+from unisono.plan.plan import AXES, Plan
 from unisono.plan.search.balance import checked
 
 Found = TypeVar("Found")
@@ -155,10 +137,10 @@ def parallelize(
             if plan.cp > 1:
                 require_tokenwise(full, example, "cp", model_loss=model_loss)
         if plan.pp > 1:
-            inputs = _example_inputs(plan, example, batch_dim)
-            if not rehearse(full, order_of(plan), inputs):
-                rehearse_with_values(full, order_of(plan), inputs)
-            shown = rehearsed(full, order_of(plan), inputs) if deferred.is_deferred else None
+            inputs = example_inputs(plan, example, batch_dim)
+            if not rehearse(full, schedule_of(plan), inputs):
+                rehearse_with_values(full, schedule_of(plan), inputs)
+            shown = rehearsed(full, schedule_of(plan), inputs) if deferred.is_deferred else None
     if plan.pp > 1 and deferred.is_deferred and shown is None:
         deferred = deferred.rebuilt("its forward cannot be run tensor by tensor, to see what each stage of it uses")
         full = deferred.model
@@ -178,9 +160,11 @@ def parallelize(
 
     def under_plan() -> Trainer:
         filling = Filling(deferred, mesh) if deferred.is_deferred else None
-        trainer = applied(
-            full, plan, mesh, random, loss, optimizer, example, rules, clip,
-            filling=filling, shown=shown, model_loss=model_loss, batch_dim=batch_dim,
+        trainer = compose(
+            Composition(
+                full, plan, mesh, random, loss, optimizer, example, rules, clip,
+                filling=filling, rehearsal=shown, model_loss=model_loss, batch_dim=batch_dim,
+            )
         )  # fmt: skip
         if isinstance(trainer.loss, GatheredLoss):
             trainer.loss.outputs = kinds
@@ -317,122 +301,6 @@ def refuse_what_cannot_be_right(plan: Plan, model: nn.Module) -> None:
     if plan.pp == 1 and plan.schedule != "1f1b":
         raise UsageError(f"schedule={plan.schedule} orders the stages of a pipeline, but pp=1; leave it out")
     if plan.pp > 1:
-        blocks = require_stages(model, order_of(plan))
+        blocks = require_stages(model, schedule_of(plan))
         if plan.boundaries:
-            checked(plan.boundaries, len(blocks.modules), order_of(plan).stages)
-
-
-def applied(
-    model: nn.Module,
-    plan: Plan,
-    mesh: Mesh,
-    random: RandomState,
-    loss: Loss,
-    optimizer: Callable[[Any], Optimizer],
-    example: tuple[Any, Any] | None,
-    rules: Any,
-    clip: float | None,
-    fill: Callable[[nn.Module], None] = lambda model: None,
-    filling: Filling | None = None,
-    shown: Rehearsal | None = None,
-    model_loss: ModelLoss | None = None,
-    batch_dim: BatchDim = 0,
-) -> Trainer:
-    """`fill` is given the model when it is sharded, and before anything is made of its parameters: to give memory to
-    one that was built without. `filling` does so with the values that it is to have; `shown` then tells what a run of
-    the model would, as a placeholder cannot be run among ranks."""
-    head_width = HeadWidth(model, plan.tp, products=plan.cp == 1) if plan.tp > 1 else None
-    expert_parallelize(model, mesh)
-    if plan.tp > 1:
-        tensor_parallelize(model, mesh, rules, sequence=plan.sequence)
-        random.name_modules(model)  # those that replaced others, too: attention draws what it drops
-    context = context_parallelize(model, mesh, plan.context) if plan.cp > 1 else None
-    if context is not None and example is not None:
-        context.expect(example[0], example[1] if model_loss is None else model_loss.labelled(example))
-    if mesh.size(*DATA) > 1:
-        batchnorm.convert(model, mesh)
-    recompute(model, plan.recompute)
-    cut = None
-    order: Schedule | None = None
-    of_all_stages = dict(model.named_parameters()) if plan.pp > 1 else {}
-    if plan.pp > 1:
-        order = order_of(plan)
-        with random:
-            inputs = _example_inputs(plan, example, batch_dim, mesh.index(*DATA))
-            known = None if shown is None else by_names(model, require_stages(model, order), shown.users, shown.skips)
-            if context is not None and shown is not None and shown.length is not None:
-                context.learn(inputs, shown.length)
-            bounds = plan.boundaries or None
-            cut = split(model, order, mesh.index("pp"), example=inputs, boundaries=bounds, usage=known)
-        random.step = 0
-        if next(model.parameters(), None) is None:
-            raise UsageError(
-                f"the part of {type(model).__name__} that is left to rank {mesh.index('pp')} of the pipeline has no "
-                "parameters, so there is nothing to optimize; use boundaries=... that give every rank some, or a "
-                "smaller pp"
-            )
-    fill(model)
-    by_shard: dict[str, Any] = {}
-    if filling is not None:
-        filling.fill(model, later=lambda parameter: plan.zero == 3 and is_summed(parameter, mesh))
-        by_shard = {"fill": filling.fill_one, "materialized": filling.materialized("the optimizer")}
-    comm = mesh.comm(*REPLICAS)
-    sharing = comm if comm.size > 1 else None
-    normalised: GlobalLoss
-    if isinstance(loss, BatchLoss):
-        normalised = GatheredLoss(loss, sharing)
-    else:
-        normalised = GlobalLoss(with_model_loss(loss), sharing, dims=(0, 1) if plan.cp > 1 else (0,))
-        normalised.sees_full_parameters = plan.tp * plan.pp * plan.ep == 1 and plan.zero < 3
-    if plan.zero:
-        in_pipeline: dict[str, Any] = {}
-        if cut is not None:
-            in_pipeline["units"] = [block for stage in cut.stages for block in stage.modules]
-            in_pipeline |= {"users": cut.users, "tied": [each.name for each in cut.tied]}
-        zero = Zero(model, mesh, optimizer, plan.zero, offload=plan.offload, **in_pipeline, **by_shard)
-        trainer = Trainer(model, plan, mesh, normalised, zero.optimizer, random, zero, clip, context)
-    else:
-        stepping = optimizer(list(model.parameters()))
-        require_full_parameters(stepping, optimizer, model, is_sharded=plan.pp > 1)
-        trainer = Trainer(model, plan, mesh, normalised, stepping, random, DataParallel(model, mesh), clip, context)
-    trainer.head_width, trainer.model_loss = head_width, model_loss
-    trainer.holds_shards = plan.zero > 0 or plan.pp > 1 or any(layout_of(p).splits for p in model.parameters())
-    units = trainer.replicas.units if isinstance(trainer.replicas, Zero) else None
-    reads = ParameterReads(model, str(plan), units, is_pipeline=plan.pp > 1)
-    trainer.reads = reads if reads.is_needed else None
-    trainer.batch_dim = batch_dim
-    if plan.pp > 1:
-        require_same_groups(trainer.optimizer, trainer.optimized(), optimizer, of_all_stages)
-    if cut is not None and order is not None:
-        trainer.pipeline = PipelineRuntime(
-            cut.stages,
-            order,
-            mesh.comm("pp"),
-            trainer.pipeline_loss,
-            around=trainer.around,
-            split_backward=not is_recomputed(model) and plan.zero < 3,
-        )
-        trainer.tied = TiedGradients(cut.tied, mesh.comm("pp"))
-        for stage in cut.stages:
-            if stage.is_last:
-                stage.run_model = trainer.run_model
-    return trainer
-
-
-def order_of(plan: Plan) -> Schedule:
-    """What each rank of the plan's pipeline does, and when."""
-    return schedule(plan.schedule, plan.pp, plan.microbatches, plan.chunks if plan.chunks > 1 else None)
-
-
-def _example_inputs(plan: Plan, example: tuple[Any, Any] | None, batch_dim: BatchDim = 0, index: int = 0) -> Any:
-    """The inputs of a data rank's first microbatch of the example."""
-    if example is None:
-        raise UsageError("a pipeline needs an example batch to find its stages; pass example=(inputs, targets)")
-    parts = plan.dp * plan.microbatches
-    rows = first_rows(example, batch_dim)
-    if rows < parts:
-        raise UsageError(
-            f"the example has {rows} samples for {plan.dp} data ranks x {plan.microbatches} "
-            f"microbatches; expected at least {parts}"
-        )
-    return shares(share(example, index, plan.dp, batch_dim).batch, plan.microbatches, batch_dim)[0].batch[0]
+            checked(plan.boundaries, len(blocks.modules), schedule_of(plan).stages)

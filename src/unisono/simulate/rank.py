@@ -22,7 +22,8 @@ from unisono.mesh.deferred_init.deferred_model import tensors_in
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random.state import RandomState
 from unisono.mesh.side_effects import no_side_effects
-from unisono.parallel.apply import applied, order_of, parallelize, refuse_what_cannot_be_right
+from unisono.parallel.apply import parallelize, refuse_what_cannot_be_right
+from unisono.parallel.compose import Composition, compose, schedule_of
 from unisono.parallel.pipeline.message import is_placeholder
 from unisono.parallel.share import BatchDim, dims_of, first_rows, share, shares
 from unisono.parallel.task import Task
@@ -63,12 +64,15 @@ def build_trainer(task: Task, plan: Plan, mesh: Mesh, given: Any, device: torch.
     )
     upstream, shown = None, None
     if plan.pp > 1:
-        shown = foreseen_in(model, order_of(plan), mine[0].batch[0])
+        shown = foreseen_in(model, schedule_of(plan), mine[0].batch[0])
         upstream = Upstream(model, plan, mesh, rules)
-    trainer = applied(
+    made = Composition(
         model, plan, mesh, random, task.loss, task.optimizer, given, rules, task.clip,
-        fill=lambda made: None if device is None else give_memory(made, device), shown=shown, batch_dim=task.batch_dim,
+        rehearsal=shown, batch_dim=task.batch_dim,
     )  # fmt: skip
+    if device is not None:
+        made.fill = lambda model: give_memory(model, device)
+    trainer = compose(made)
     trainer.loss.trust()
     if upstream is not None:
         _announce_messages(trainer, upstream, [part.batch for part in mine], device or torch.device("cpu"))

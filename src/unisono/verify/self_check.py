@@ -37,8 +37,9 @@ from unisono.errors import PlanMismatch, UnisonoError, UsageError
 from unisono.launch import environment
 from unisono.mesh.deferred_init.deferred_model import DeferredModel, tensors_in
 from unisono.parallel import apply
-from unisono.parallel.apply import Model, order_of
+from unisono.parallel.apply import Model
 from unisono.parallel.blocks import find_blocks
+from unisono.parallel.compose import schedule_of
 from unisono.parallel.full_state import full_tensors_in
 from unisono.parallel.layout import layout_of
 from unisono.parallel.loss.loss import Loss
@@ -467,7 +468,7 @@ def reduced_model(deferred: DeferredModel, plan: Plan) -> tuple[nn.Module | None
         blocks = find_blocks(model)
     except UsageError:
         return None, ""
-    count = _kept([_kind(block) for block in blocks.modules], order_of(plan).stages if plan.pp > 1 else 1)
+    count = _kept([_kind(block) for block in blocks.modules], schedule_of(plan).stages if plan.pp > 1 else 1)
     if blocks.names or count >= len(blocks.modules):
         return None, ""
     holder = model.get_submodule(blocks.path)._modules

@@ -18,8 +18,9 @@ from torch import nn
 from unisono.comm.rendezvous import world
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random.state import RandomState
-from unisono.parallel.apply import applied, parallelize
+from unisono.parallel.apply import parallelize
 from unisono.parallel.autograd_collectives import gather_to_use, reduce_to_shard
+from unisono.parallel.compose import Composition, compose
 from unisono.parallel.pipeline.backward import Arrival, Pass
 from unisono.parallel.pipeline.message import MessageForm, TensorForm
 from unisono.parallel.recompute import recompute
@@ -196,7 +197,7 @@ class Clock:
         def optimizer(parameters: Any) -> torch.optim.Optimizer:
             return torch.optim.AdamW(parameters, lr=0.0)
 
-        return applied(model, plan, mesh, random, F.mse_loss, optimizer, None, None, 1.0)
+        return compose(Composition(model, plan, mesh, random, F.mse_loss, optimizer, clip=1.0))
 
 
 def around_steps(device: Any, steps: int) -> dict[str, float]:
