@@ -18,7 +18,7 @@ from unisono.parallel.context.tokens import Tokens
 from unisono.parallel.expert.expert import MoE
 from unisono.parallel.share import Share, rows_between
 from unisono.parallel.trainer import Trainer
-from unisono.parallel.zero.zero import Zero
+from unisono.parallel.zero.zero import ShardedOptimizer
 
 
 def forget_to_sum(trainer: Trainer) -> None:
@@ -264,7 +264,7 @@ def learn_faster_on_one_rank(trainer: Trainer) -> None:
 def keep_parameters_stale(trainer: Trainer) -> None:
     """ZeRO: what other ranks have updated does not arrive on the last rank."""
     replicas = trainer.replicas
-    assert isinstance(replicas, Zero)
+    assert isinstance(replicas, ShardedOptimizer)
     publish = replicas.publish
 
     def publish_and_restore() -> None:

@@ -21,12 +21,13 @@ from unisono.parallel.layout import Layout, Split, full_batch_of, lay, layout_of
 from unisono.parallel.optimizer_state import full_optimizer_state, load_full_state
 from unisono.parallel.precision import accumulate_in_float32
 from unisono.parallel.share import shares
-from unisono.parallel.zero.zero import Zero
+from unisono.parallel.zero.fully_sharded import zero_optimizer
+from unisono.parallel.zero.zero import ShardedOptimizer
 
 Pools = Callable[[str, int], RankPool]
 
 
-def whole_gradients(zero: Zero) -> dict[str, torch.Tensor | None]:
+def whole_gradients(zero: ShardedOptimizer) -> dict[str, torch.Tensor | None]:
     optimized = dict(zero.optimized())
     missing = torch.tensor([float(tensor.grad is None) for tensor in optimized.values()])
     zero.mesh.comm().all_reduce(missing, "min")  # a rank that owns nothing of a parameter may have none
@@ -47,7 +48,7 @@ def trained_over(mesh: Mesh, name: str, stage: int, rows: int, microbatches: int
 
 def trained_with(mesh: Mesh, make: Any, stage: int, rows: int, microbatches: int = 1) -> None:
     model = replicas.net()
-    zero = Zero(model, mesh, make, stage, bucket_bytes=400)
+    zero = zero_optimizer(model, mesh, make, stage, bucket_bytes=400)
     expected = replicas.plain(make, rows)
     losses = []
     for step in range(replicas.STEPS):
@@ -100,7 +101,7 @@ def trained_on_mesh(comm: Communicator, stage: int) -> None:
     """Replicas along two axes, and a third along which they are not replicas of each other's data."""
     mesh = Mesh((2, 1, 2), ("dp", "ep", "cp"))
     model, reference = replicas.net(), replicas.net()
-    zero = Zero(model, mesh, replicas.optimizers()["adam"], stage)
+    zero = zero_optimizer(model, mesh, replicas.optimizers()["adam"], stage)
     optimizer = replicas.optimizers()["adam"](reference.parameters())
     inputs, targets = replicas.batch(0, 8)
     for _ in range(2):
@@ -123,17 +124,17 @@ def test_meshes(pools: Pools, stage: int) -> None:
 
 
 def state_moves(comm: Communicator, before: int, after: int) -> None:
-    """Two steps, the state whole, another Zero that takes it over: as three steps in one go."""
+    """Two steps, the state whole, another ShardedOptimizer that takes it over: as three steps in one go."""
     mesh = Mesh((comm.size,), ("dp",))
     model = replicas.net()
-    zero = Zero(model, mesh, replicas.optimizers()["adamw"], before)
+    zero = zero_optimizer(model, mesh, replicas.optimizers()["adamw"], before)
     for step in range(replicas.STEPS):
         if step == 2:
             state = full_optimizer_state(zero.optimizer, zero.optimized(), mesh)
             parameters = {n: full_batch_of(p, layout_of(p), mesh) for n, p in model.named_parameters()}
             model = replicas.net(seed=9)
             model.load_state_dict(parameters, strict=False)
-            zero = Zero(model, mesh, lambda p: torch.optim.AdamW(p, lr=5.0), after)
+            zero = zero_optimizer(model, mesh, lambda p: torch.optim.AdamW(p, lr=5.0), after)
             load_full_state(zero.optimizer, zero.optimized(), mesh, state)
         zero.optimizer.zero_grad()
         replicas.run_step(model, mesh, step, 5, 1, zero.hold)
@@ -159,7 +160,7 @@ def grouped(comm: Communicator, stage: int) -> None:
 
     mesh = Mesh((comm.size,), ("dp",))
     model, reference = replicas.net(), replicas.net()
-    zero, plain = Zero(model, mesh, optimizer, stage), optimizer(list(reference.parameters()))
+    zero, plain = zero_optimizer(model, mesh, optimizer, stage), optimizer(list(reference.parameters()))
     schedules = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (zero.optimizer, plain)]
     for step in range(3):
         for o in (zero.optimizer, plain):
@@ -195,7 +196,7 @@ def with_tensor_parallel_pieces(comm: Communicator, stage: int) -> None:
     model = Pieces({name: local_of(whole, layouts[name], mesh) for name, whole in wholes.items()})
     for name, parameter in model.named_parameters():
         lay(parameter, layouts[name])
-    zero = Zero(model, mesh, lambda p: torch.optim.Adam(p, lr=0.1), stage)
+    zero = zero_optimizer(model, mesh, lambda p: torch.optim.Adam(p, lr=0.1), stage)
     references = {name: nn.Parameter(whole.clone()) for name, whole in wholes.items()}
     optimizer = torch.optim.Adam(references.values(), lr=0.1)
     for _ in range(2):
@@ -254,7 +255,7 @@ def costs(comm: Communicator, stage: int, dtype: torch.dtype) -> tuple[int, int,
     mesh = Mesh((comm.size,), ("dp",))
     model = even_model(dtype)
     count = sum(parameter.numel() for parameter in model.parameters())
-    zero = Zero(model, mesh, lambda p: torch.optim.Adam(p, foreach=False), stage)
+    zero = zero_optimizer(model, mesh, lambda p: torch.optim.Adam(p, foreach=False), stage)
     x = torch.randn(2, WIDTH, dtype=dtype)
     for _ in range(2):
         zero.optimizer.zero_grad()
@@ -276,7 +277,7 @@ def costs(comm: Communicator, stage: int, dtype: torch.dtype) -> tuple[int, int,
     return count, bytes_held, travelled
 
 
-def held_bytes(model: nn.Module, zero: Zero) -> int:
+def held_bytes(model: nn.Module, zero: ShardedOptimizer) -> int:
     """All storage behind parameters, gradients, sums under way and optimizer state, each once."""
     tensors: list[torch.Tensor | None] = []
     for parameter in (*model.parameters(), *[tensor for _, tensor in zero.optimized()]):
@@ -303,7 +304,7 @@ def mixed(comm: Communicator, stage: int, offload: bool) -> None:
     mesh = Mesh((comm.size,), ("dp",))
     model, reference = even_model(torch.bfloat16), even_model(torch.bfloat16)
     accumulate_in_float32(model.parameters())
-    zero = Zero(model, mesh, lambda p: torch.optim.Adam(p, lr=0.01), stage, offload=offload)
+    zero = zero_optimizer(model, mesh, lambda p: torch.optim.Adam(p, lr=0.01), stage, offload=offload)
     copies = [nn.Parameter(parameter.detach().float()) for parameter in reference.parameters()]
     optimizer = torch.optim.Adam(copies, lr=0.01)
     for step in range(3):
@@ -359,7 +360,7 @@ def freed(comm: Communicator) -> tuple[list[int], list[int], list[int]]:
     reductions have begun."""
     mesh = Mesh((comm.size,), ("dp",))
     model = Straight(blocks=5).double()
-    zero = Zero(model, mesh, lambda p: torch.optim.SGD(p, lr=0.1), 3)
+    zero = zero_optimizer(model, mesh, lambda p: torch.optim.SGD(p, lr=0.1), 3)
     whole: list[int] = []
     gathers: list[int] = []
     sums: list[int] = []
@@ -397,7 +398,7 @@ def recomputed(comm: Communicator, use_reentrant: bool) -> None:
     mesh = Mesh((comm.size,), ("dp",))
     model = replicas.net()
     plain = replicas.plain(replicas.optimizers()["sgd"], 4, steps=1)
-    zero = Zero(model, mesh, replicas.optimizers()["sgd"], 3)
+    zero = zero_optimizer(model, mesh, replicas.optimizers()["sgd"], 3)
     for block in model.blocks:
         forward = block.forward
         block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=use_reentrant)
@@ -421,7 +422,7 @@ def recomputed_outside(comm: Communicator) -> None:
     mesh = Mesh((comm.size,), ("dp",))
     model = replicas.net()
     model.__class__ = Checkpointed
-    zero = Zero(model, mesh, replicas.optimizers()["sgd"], 3)
+    zero = zero_optimizer(model, mesh, replicas.optimizers()["sgd"], 3)
     replicas.run_step(model, mesh, 1, 4, 1, zero.hold)
     zero.finish()
     reference = replicas.net()
@@ -441,6 +442,6 @@ def test_errors() -> None:
     mesh = Mesh((1,), ("dp",))
     model = replicas.net()
     with pytest.raises(UsageError, match="expected 1, 2 or 3"):
-        Zero(model, mesh, replicas.optimizers()["sgd"], 4)
+        zero_optimizer(model, mesh, replicas.optimizers()["sgd"], 4)
     with pytest.raises(UsageError, match="1 parameters that are not the model's"):
-        Zero(model, mesh, lambda p: torch.optim.SGD([*p, nn.Parameter(torch.ones(1))], lr=0.1), 1)
+        zero_optimizer(model, mesh, lambda p: torch.optim.SGD([*p, nn.Parameter(torch.ones(1))], lr=0.1), 1)

@@ -30,7 +30,7 @@ from unisono.parallel.pipeline.message import is_placeholder
 from unisono.parallel.share import shares
 from unisono.parallel.task import Task
 from unisono.parallel.trainer import Trainer
-from unisono.parallel.zero.zero import Zero
+from unisono.parallel.zero.zero import ShardedOptimizer
 from unisono.plan.plan import Plan
 from unisono.simulate.rank import build_trainer, simulated_mesh, simulated_trainer
 from unisono.simulate.sketch import without_memory
@@ -116,7 +116,7 @@ def _name_batch(recorder: RankRecorder, batch: tuple[Any, Any]) -> None:
 
 
 def _parameters(trainer: Trainer, mesh: Mesh) -> Iterator[ListedInput]:
-    zero = trainer.replicas if isinstance(trainer.replicas, Zero) else None
+    zero = trainer.replicas if isinstance(trainer.replicas, ShardedOptimizer) else None
     tied = trainer.tied.names if trainer.tied is not None else frozenset()
     for name, parameter in trainer.model.named_parameters():
         shard = None if zero is None else zero.shards.get(name)

@@ -40,7 +40,8 @@ from unisono.parallel.share import BatchDim, first_rows, share, shares
 from unisono.parallel.tensor.head_width import HeadWidth
 from unisono.parallel.tensor.tensor_parallel import tensor_parallelize
 from unisono.parallel.trainer import Trainer
-from unisono.parallel.zero.zero import Zero
+from unisono.parallel.zero.fully_sharded import zero_optimizer
+from unisono.parallel.zero.zero import ShardedOptimizer
 from unisono.plan.plan import DATA, REPLICAS, Plan
 from unisono.plan.schedules.schedule import Schedule, schedule
 
@@ -72,7 +73,7 @@ class Composition:
     stages: StageSplit | None = None
     schedule: Schedule | None = None
     parameters_of_all_stages: dict[str, nn.Parameter] = field(default_factory=dict)
-    replicas: DataParallel | Zero | None = None
+    replicas: DataParallel | ShardedOptimizer | None = None
     stepping: Optimizer | None = None
 
 
@@ -152,7 +153,7 @@ def replicate(made: Composition) -> None:
         options |= {"users": made.stages.users, "tied": [each.name for each in made.stages.tied]}
     if made.filling is not None:
         options |= {"fill": made.filling.fill_one, "materialized": made.filling.materialized("the optimizer")}
-    made.replicas = Zero(model, mesh, made.optimizer, plan.zero, offload=plan.offload, **options)
+    made.replicas = zero_optimizer(model, mesh, made.optimizer, plan.zero, offload=plan.offload, **options)
     made.stepping = made.replicas.optimizer
 
 
@@ -179,7 +180,7 @@ def compose(made: Composition) -> Trainer:
     )
     trainer.head_width, trainer.model_loss, trainer.batch_dim = made.head_width, made.model_loss, made.batch_dim
     trainer.holds_shards = plan.zero > 0 or plan.pp > 1 or any(layout_of(p).splits for p in model.parameters())
-    units = made.replicas.units if isinstance(made.replicas, Zero) else None
+    units = made.replicas.units if isinstance(made.replicas, ShardedOptimizer) else None
     reads = ParameterReads(model, str(plan), units, is_pipeline=plan.pp > 1)
     trainer.reads = reads if reads.is_needed else None
     if made.stages is not None and made.schedule is not None:

@@ -58,7 +58,7 @@ from unisono.parallel.precision import HALVES
 from unisono.parallel.share import rows_of
 from unisono.parallel.tensor.logits import in_shards
 from unisono.parallel.zero.units import on_gradient, refuse_create_graph
-from unisono.parallel.zero.zero import Zero
+from unisono.parallel.zero.zero import ShardedOptimizer
 from unisono.plan.plan import DATA, REPLICAS
 from unisono.torch_compat import at_end_of_backward, in_backward, will_run
 
@@ -96,7 +96,7 @@ class OwnLoop:
         self._attach(model)
         _models[model] = weakref.ref(trainer)
         model.zero_grad = types.MethodType(_zero_grad, model)  # type: ignore[method-assign]
-        is_zero = isinstance(trainer.replicas, Zero)
+        is_zero = isinstance(trainer.replicas, ShardedOptimizer)
         sharded = [each for each in model.parameters() if is_zero or layout_of(each).splits]
         trainer.torch_clipping = clipping = TorchClipping(sharded, str(trainer.plan))
         weakref.finalize(trainer, clipping.allow).atexit = False
@@ -318,7 +318,7 @@ class OwnLoop:
         if self._is_in_backward or current_step() is self._trainer.replicas:
             return
         self._refuse_autograd_grad()
-        if isinstance(self._trainer.replicas, Zero) and self._trainer.replicas.units is not None:
+        if isinstance(self._trainer.replicas, ShardedOptimizer) and self._trainer.replicas.units is not None:
             refuse_create_graph()
         self._is_in_backward = True
         if self._trainer.torch_clipping is not None:

@@ -57,7 +57,7 @@ from unisono.parallel.share import (
 )
 from unisono.parallel.tensor.head_width import HeadWidth
 from unisono.parallel.tensor.logits import Proof, full_of_shard, in_shards
-from unisono.parallel.zero.zero import Zero
+from unisono.parallel.zero.zero import ShardedOptimizer
 from unisono.plan.plan import DATA, REPLICAS, Plan
 from unisono.plan.schedules.action import Action
 
@@ -74,7 +74,7 @@ class Trainer:
     loss: GlobalLoss
     optimizer: Optimizer
     random: RandomState
-    replicas: DataParallel | Zero
+    replicas: DataParallel | ShardedOptimizer
     clip: float | None = None
     context: Context | None = None
     pipeline: PipelineRuntime | None = None
@@ -451,7 +451,7 @@ class Trainer:
             self.on_microbatch(action.microbatch, action)
         with contextlib.ExitStack() as scopes:
             scopes.enter_context(self._microbatch(action.microbatch))
-            if isinstance(self.replicas, Zero):
+            if isinstance(self.replicas, ShardedOptimizer):
                 scopes.enter_context(self.replicas.at_work(action.stage, action.kind))
             if action.kind == "F":
                 scopes.enter_context(self.computing())
@@ -574,7 +574,7 @@ class Trainer:
 
     def optimized(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What the optimizer updates on this rank, by the parameters' names."""
-        if isinstance(self.replicas, Zero):
+        if isinstance(self.replicas, ShardedOptimizer):
             yield from self.replicas.optimized()
         else:
             yield from self.model.named_parameters()
@@ -595,7 +595,7 @@ class Trainer:
         """Go on from a state of the same model, saved under this or another plan; every rank calls it."""
         optimized = dict(self.optimized())
         load_tensors(self.model, optimized, self.mesh, state["model"])
-        if isinstance(self.replicas, Zero):
+        if isinstance(self.replicas, ShardedOptimizer):
             self.replicas.publish()
         load_full_state(self.optimizer, optimized.items(), self.mesh, state["optimizer"])
         self.steps, self.skipped = state["steps"], state["skipped"]

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from unisono.parallel.pipeline.off_stage import is_off_stage
 from unisono.parallel.trainer import Trainer
-from unisono.parallel.zero.zero import Zero
+from unisono.parallel.zero.zero import ShardedOptimizer
 
 _OWN = frozenset({"_parameters", "_buffers", "_modules"})  # attributes of nn.Module that are restored as tensors
 _CONTAINERS = (list, dict, set)
@@ -133,7 +133,7 @@ class TrainerSnapshot:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        zero = trainer.replicas if isinstance(trainer.replicas, Zero) else None
+        zero = trainer.replicas if isinstance(trainer.replicas, ShardedOptimizer) else None
         self.zero = zero
         gathered = set(zero.shards) if zero is not None and zero.stage == 3 else set()  # no values between two steps
         replicated = [p for name, p in trainer.model.named_parameters() if name not in gathered]

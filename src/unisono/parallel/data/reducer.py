@@ -4,8 +4,8 @@ A parameter's gradient is ready when autograd has accumulated it. Parameters tha
 a bucket; a full bucket leaves at once. Buckets leave in one fixed order on every rank, whatever order autograd works
 in, so that ranks whose models took different paths still meet; what is missing when the backward ends leaves as zeros.
 
-`DataParallel` and `Zero` say what leaving and arriving mean. How often gradients travel in a step is a property of the
-program, not of the data: once for every backward outside `hold`, or once at `finish` if there was none.
+`DataParallel` and `ShardedOptimizer` say what leaving and arriving mean. How often gradients travel in a step is a
+property of the program, not of the data: once for every backward outside `hold`, or once at `finish` if there was none.
 """
 
 from __future__ import annotations

@@ -43,15 +43,15 @@ from unisono.parallel.layout import lay, layout_of
 from unisono.parallel.precision import HALVES
 from unisono.parallel.zero.shards import ShardBucket, ZeroShard, assigned_by_row, assigned_in_full
 from unisono.parallel.zero.units import Units
-from unisono.plan.plan import COPIES, REPLICAS
+from unisono.plan.plan import COPIES
 
 _MESSAGES = 2  # of gradients that may be on their way while the next is filled, where gradients are spread
 
 
-class Zero(Reducer[ShardBucket]):
-    """A model's optimizer, with its state (stage 1), gradients (2) and parameters (3) sharded over the replicas.
+class ShardedOptimizer(Reducer[ShardBucket]):
+    """A model's optimizer, with its state (stage 1) and gradients (2) sharded over the replicas.
 
-    zero = Zero(model, mesh, lambda parameters: torch.optim.AdamW(parameters, lr=3e-4), stage=2)
+    zero = ShardedOptimizer(model, mesh, lambda parameters: torch.optim.AdamW(parameters, lr=3e-4), stage=2)
     loss(...).backward()
     zero.finish()                    # each rank has the gradients of its rows: zero.shards[name].optimized.grad
     zero.optimizer.step()            # an ordinary torch optimizer, for schedulers too; parameters are up to date after
@@ -69,19 +69,15 @@ class Zero(Reducer[ShardBucket]):
         stage: int,
         *,
         offload: bool = False,
-        units: list[nn.Module] | None = None,
         users: Mapping[str, tuple[int, ...]] | None = None,
         tied: Collection[str] = (),
         fill: Callable[[str, nn.Parameter], None] = lambda name, parameter: None,
         materialized: contextlib.AbstractContextManager[Any] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """Of a pipeline: `units` are the blocks here, `users` the stages here that use a parameter, and `tied` the
-        parameters that other ranks of the pipeline hold too. `fill` gives a parameter its values, in stage 3, before
-        it is sharded: only one of those that are left without is in full at a time; in `materialized` they have values
-        to look at."""
-        if stage not in (1, 2, 3):
-            raise UsageError(f"zero: stage {stage!r}; expected 1, 2 or 3")
+        """Of a pipeline: `users` are the stages here that use a parameter, and `tied` the parameters that other ranks
+        of the pipeline hold too. `fill` gives a parameter its values before it is sharded; in `materialized` parameters
+        without values have some to look at."""
         self.stage = stage
         self.mesh = mesh
         with materialized or contextlib.nullcontext():
@@ -99,18 +95,7 @@ class Zero(Reducer[ShardBucket]):
         self._running: list[ShardBucket] = []
         self._kept: set[int] = set()  # what the optimizer sees, that had gradients before the last backward
         named = list(model.named_parameters())
-        if stage == 3:
-            self._units = Units(model, units, users, mesh.comm(*(axis for axis in REPLICAS if axis in mesh.names)))
-            buckets = [
-                bucket
-                for unit in self._units
-                for bucket in buckets_of(unit.named, mesh, 2**62, self._bucket)
-                if unit.adopt(bucket)
-            ]
-        elif stage == 2 and users is not None:
-            buckets = self._buckets_by_stage(named, users, bucket_bytes)
-        else:
-            buckets = buckets_of(named, mesh, bucket_bytes, self._bucket)
+        buckets = self._make_buckets(named, users, bucket_bytes)
         self.alone = {name: p for name, p in named if p.requires_grad and not summed_axes(p, mesh)}
         self._copies = {name: self._copy(p, p.data) for name, p in self.alone.items() if self._needs_copy(p)}
         for bucket in buckets:
@@ -119,14 +104,15 @@ class Zero(Reducer[ShardBucket]):
                 self._take(shard)
         self._hand_over()
         super().__init__(buckets, watch=stage == 1 or (stage == 2 and not self._is_pipeline))
-        if stage == 3:
-            self._units.start(self._send, self._end_of_units)
         self.optimizer.register_step_post_hook(lambda *_: self.publish())
 
-    def _buckets_by_stage(
-        self, named: list[tuple[str, nn.Parameter]], users: Mapping[str, tuple[int, ...]], bucket_bytes: int
+    def _make_buckets(
+        self, named: list[tuple[str, nn.Parameter]], users: Mapping[str, tuple[int, ...]] | None, bucket_bytes: int
     ) -> list[ShardBucket]:
-        """Of what several stages here use, gradients stay until the end of the step: they travel once."""
+        """In stage 2 of a pipeline by stage: gradients of what several stages here use stay until the end of the step,
+        and travel once."""
+        if self.stage == 1 or users is None:
+            return buckets_of(named, self.mesh, bucket_bytes, self._bucket)
         groups: dict[tuple[int, ...], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in named:
             groups.setdefault(users[name], []).append((name, parameter))
@@ -157,17 +143,12 @@ class Zero(Reducer[ShardBucket]):
 
     def _take(self, shard: ZeroShard) -> None:
         """Make what the optimizer will see of a parameter."""
-        parameter = shard.parameter
-        local = shard.own(parameter.data)
-        if self.stage == 3:
-            local = local.clone()
-        if self._needs_copy(parameter):
-            shard.optimized = self._copy(parameter, local)
-        elif self.stage < 3:
+        local = shard.own(shard.parameter.data)
+        if self._needs_copy(shard.parameter):
+            shard.optimized = self._copy(shard.parameter, local)
+        else:
             shard.optimized = nn.Parameter(local)  # a view: what the optimizer writes is in the parameter
         lay(shard.optimized, shard.layout)
-        if self.stage == 3:
-            self._units.cut(shard, local)
 
     def _needs_copy(self, parameter: nn.Parameter) -> bool:
         return parameter.dtype in HALVES or (self._offload and parameter.device.type != "cpu")
@@ -195,7 +176,7 @@ class Zero(Reducer[ShardBucket]):
     @property
     def units(self) -> Units | None:
         """What is gathered and freed together, in stage 3."""
-        return self._units if self.stage == 3 else None
+        return None
 
     # ---- gradients -----------------------------------------------------------------------------------------------
 
@@ -206,22 +187,12 @@ class Zero(Reducer[ShardBucket]):
     @contextlib.contextmanager
     def at_work(self, stage: int, kind: str) -> Iterator[None]:
         """Around an action of a pipeline: F, B, or the halves I and W of a backward."""
-        if self.stage == 3 and kind != "W":
-            with self._units.at_work(stage, is_backward=kind != "F"):
-                yield
-        else:
-            yield
+        yield
         if kind in ("B", "W"):
             for bucket in self._of_stage.get(stage, ()):
                 self._send(bucket)
 
-    def _end_of_units(self) -> None:
-        if self.is_own:
-            self.finish()
-
     def _complete(self) -> None:
-        if self.stage == 3:
-            return  # every backward has sent all it made
         if self.stage == 2 and self._is_pipeline:
             sent = {id(bucket) for buckets in self._of_stage.values() for bucket in buckets}
             for bucket in self.buckets:
@@ -283,8 +254,6 @@ class Zero(Reducer[ShardBucket]):
         """Wait until all gradients are summed; then each rank has those of its shards."""
         self._kept.clear()
         super().finish()
-        if self.stage == 3:
-            self._units.settle()
         self._give_to_copies()
         if not self._is_elementwise:  # whoever owns nothing of a parameter has nothing to optimize
             for shard in self.shards.values():
@@ -296,11 +265,7 @@ class Zero(Reducer[ShardBucket]):
     @torch.no_grad()
     def publish(self) -> None:
         """After the optimizer's step: bring everybody's parameters up to date."""
-        for name, copy in self._copies.items():
-            self.alone[name].copy_(copy)
-        if self.stage == 3:
-            self._units.refresh(self.shards.values())
-            return
+        self._update_copied()
         handles = [
             bucket.all_gather([p.optimized.detach() for p in bucket.shards], bucket.parameters[0].dtype, self._spare)
             for bucket in self.buckets
@@ -310,6 +275,10 @@ class Zero(Reducer[ShardBucket]):
             is_view = not self._needs_copy(bucket.parameters[0])  # then the optimizer has written this rank's rows
             bucket.unpack(message, [parameter.data for parameter in bucket.parameters], has_own=is_view)
             self._spare.put(message)
+
+    def _update_copied(self) -> None:
+        for name, copy in self._copies.items():
+            self.alone[name].copy_(copy)
 
     def optimized(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What the optimizer sees, by name: shards, and parameters that have no replicas. Layouts tell their

@@ -16,7 +16,7 @@ from unisono.errors import CheckpointError
 from unisono.parallel.layout import layout_of
 from unisono.parallel.optimizer_state import whole_shape
 from unisono.parallel.trainer import Trainer
-from unisono.parallel.zero.zero import Zero
+from unisono.parallel.zero.zero import ShardedOptimizer
 from unisono.train.checkpoint.chunk_files import IndexReader
 from unisono.train.checkpoint.chunks import Chunk, held_chunks, whole_chunk
 from unisono.train.checkpoint.dcp_planners import ChunkLoadPlanner
@@ -154,7 +154,7 @@ class Restoration:
 
     def _install(self, states: dict[int, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
         trainer = self.trainer
-        if isinstance(trainer.replicas, Zero):
+        if isinstance(trainer.replicas, ShardedOptimizer):
             trainer.replicas.publish()
         trainer.optimizer.state.clear()
         for _, tensor in trainer.optimized():

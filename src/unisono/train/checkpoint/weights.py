@@ -25,7 +25,7 @@ from unisono.errors import CheckpointError, UsageError
 from unisono.parallel.layout import layout_of
 from unisono.parallel.optimizer_state import whole_shape
 from unisono.parallel.trainer import Trainer
-from unisono.parallel.zero.zero import Zero
+from unisono.parallel.zero.zero import ShardedOptimizer
 from unisono.train.checkpoint.checkpoints import Checkpoints
 from unisono.train.checkpoint.chunk_files import SAFE_NAMES, Described, bytes_of, safetensors_header
 from unisono.train.checkpoint.chunks import held_chunks, whole_chunk
@@ -139,7 +139,7 @@ def import_weights(
                 ends = zip(chunk.offsets, chunk.sizes, strict=True)
                 box = tuple(slice(first, first + size) for first, size in ends)
                 entry.tensor[chunk.slices].copy_(opened.read(found[entry.name], box))
-    if isinstance(model, Trainer) and isinstance(model.replicas, Zero):
+    if isinstance(model, Trainer) and isinstance(model.replicas, ShardedOptimizer):
         model.replicas.publish()
 
 

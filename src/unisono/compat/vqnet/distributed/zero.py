@@ -18,7 +18,7 @@ from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.data import batchnorm
 from unisono.parallel.data.clip import clip_by_norm
-from unisono.parallel.zero.zero import Zero
+from unisono.parallel.zero.fully_sharded import zero_optimizer
 from unisono.plan.plan import AXES, Plan
 
 _NAME = "ZeroModelInitial"
@@ -70,7 +70,7 @@ class ZeroModelInitial(Module):
         self._comm.broadcast_parameters(model)
         model.zero_grad()  # what was left by an earlier loop is not of the first step
         batchnorm.convert(model, self._mesh)
-        self._zero = Zero(model, self._mesh, make, stage)
+        self._zero = zero_optimizer(model, self._mesh, make, stage)
         self.module = model
         self._rows: dict[bool, set[int]] = {True: set(), False: set()}  # of forwards since, by whether in training
         self._has_gradients = False
