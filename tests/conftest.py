@@ -23,6 +23,10 @@ settings.load_profile("same everywhere")
 gc.disable()  # half a million objects are imported, which the collector would go through over and over
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also the tests marked thorough, as make test-all does")
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
@@ -42,10 +46,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _leave_out_thorough(config, items)
     if hasattr(config, "workerinput"):
         from tests.scheduling import turn
 
         items.sort(key=lambda item: turn(item.path))
+
+
+def _leave_out_thorough(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked thorough run where --all or their own name asks for them."""
+    if config.option.all or any("::" in argument for argument in config.args):
+        return
+    left_out = [item for item in items if item.get_closest_marker("thorough")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
 
 
 @pytest.fixture(autouse=True)
