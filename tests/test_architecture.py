@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tools.imports import SOURCE, circles
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 
@@ -25,3 +27,13 @@ def test_named_files_exist() -> None:
     missing = [name for name in named if not (ROOT / name).exists() and not any(k.endswith(f"/{name}") for k in known)]
     assert named
     assert not missing
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circles() == []
+
+
+def test_a_folder_is_seen_at_a_glance() -> None:
+    folders = [path.parent for path in SOURCE.rglob("__init__.py")]
+    assert [str(each) for each in folders if not (each / "__init__.py").read_text().startswith('"""')] == []
+    assert [str(each) for each in folders if len(list(each.glob("*.py"))) > 16] == []  # with __init__.py

@@ -68,6 +68,7 @@ class _Run:
     received_form: MessageForm | None
     known: MessageForm | None  # the form of the message, if it has been watched before
     watching: bool
+    device: torch.device
     flow: Dependence = field(default_factory=Dependence)  # depends on parameters, placeholders or not
     placeholders: Dependence = field(default_factory=Dependence)  # depends on what is not here
     replaced: dict[int, torch.Tensor] = field(default_factory=dict)  # id of a meta argument -> what was received
@@ -128,7 +129,7 @@ class Stage:
         kind = kind_of(inputs)
         inputs, versions = self._writable(inputs)
         watching = kind not in self._forms
-        run = _Run(received, received_form, self._forms.get(kind), watching)
+        run = _Run(received, received_form, self._forms.get(kind), watching, self.device)
         if self._skips or watching:
             run.calls = Calls(self._skips)
             if self._skips:
@@ -244,7 +245,7 @@ class Stage:
 
     def _skip(self, run: _Run, index: int) -> Any:
         assert run.received_form is not None
-        result = meta_result(run.received_form.results[index], self.device, self._is_written)
+        result = meta_result(run.received_form.results[index], run.device, self._is_written)
         if run.watching:
             run.placeholders.mark(result)
             run.flow.mark(result)

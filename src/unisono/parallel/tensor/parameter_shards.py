@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +16,11 @@ TP = ("tp",)
 
 def packed(dim: int, lengths: Sequence[int], ranks: int) -> Split:
     """A split along a dim that holds several parts one after the other (q, k and v): each part is sharded evenly."""
+    return _packed(dim, tuple(lengths), ranks)
+
+
+@functools.lru_cache(maxsize=16)  # the layers of a model are alike
+def _packed(dim: int, lengths: tuple[int, ...], ranks: int) -> Split:
     if len(lengths) == 1:
         return Split.even(TP, dim, lengths[0], ranks)
     held: list[list[int]] = [[] for _ in range(ranks)]
