@@ -222,7 +222,7 @@ def test_what_is_refused(pools: Pools) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("dp=2,tp", "'tp' is no axis"),
         ("search=exact,dp=x", "is no axis"),
@@ -232,8 +232,8 @@ def test_what_is_refused(pools: Pools) -> None:
         ("dp=2,memory=much", "'memory=much' is no axis"),
     ],
 )
-def test_words_of_a_mesh_that_make_no_sense(words: str, collectives: str) -> None:
-    with pytest.raises(UsageError, match=collectives):
+def test_words_of_a_mesh_that_make_no_sense(words: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         ProgramSpec.parse(words)
 
 
