@@ -31,7 +31,7 @@ class Figure:
 
     backend: str
     op: str
-    size: int  # bytes: of the tensor that is reduced or broadcast, or of the whole that is gathered or distributed
+    size: int  # bytes: of the tensor that is reduced or broadcast, or of the full tensor that is gathered or scattered
     contender: str
     ranks: int
     seconds: float

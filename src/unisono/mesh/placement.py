@@ -1,8 +1,8 @@
-"""Placements: how a tensor is on a mesh, one placement an axis of the mesh.
+"""Placements: how a tensor is distributed over a mesh, one placement for each axis of the mesh.
 
 `Shard(dim)`, `Replicate()` and `Partial(op)` are torch's own, so tensors can go to and fro between unisono and torch.
-Several axes may shard one dim: the first cuts it, the next cuts each shard again. Shards are those of torch.chunk, so
-the last ones may be smaller, or empty.
+Several axes may shard one dim: the first shards it, the next shards each shard again. Shards are those of torch.chunk,
+so the last ones may be smaller, or empty.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def nested_chunk_sizes(length: int, counts: Sequence[int]) -> list[int]:
 def local_box(
     shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement], coordinate: Sequence[int] | None = None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The local shape at a place of the mesh (by default this rank's), and where it begins in the full tensor."""
+    """The local shape at a coordinate of the mesh (by default this rank's), and its offsets in the full tensor."""
     placements = checked(placements, mesh, len(shape))
     coordinate = mesh.coordinate() if coordinate is None else coordinate
     sizes, offsets = list(shape), [0] * len(shape)
@@ -101,7 +101,7 @@ def local_box(
 def local_shape(
     shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement], coordinate: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """The shape of the shard at a place of the mesh, by default this rank's."""
+    """The shape of the shard at a coordinate of the mesh, by default this rank's."""
     return local_box(shape, mesh, placements, coordinate)[0]
 
 

@@ -188,7 +188,7 @@ class _Exchange:
     @classmethod
     def of(cls, mesh: Mesh, shape: tuple[int, ...], state: Sequence[Placement], step: RouteStep) -> _Exchange:
         names = [mesh.names[axis] for axis in step.axes]
-        # What the step cuts or joins is the shard that the other axes leave.
+        # The step splits or joins the shard that the other axes leave.
         others = [Replicate() if axis in step.axes else placement for axis, placement in enumerate(state)]
         full = local_shape(shape, mesh, others)
         counts = [mesh.shape[axis] for axis in step.axes]

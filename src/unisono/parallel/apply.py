@@ -248,7 +248,7 @@ def deferred_for(
     plan: Plan, model: Model | DeferredModel, seed: int, dtype: torch.dtype | None = None
 ) -> DeferredModel:
     """The model as the plan needs it: without values where a function builds it and ranks will own parts, else
-    whole."""
+    with them."""
     if isinstance(model, DeferredModel):
         if dtype is not None:
             raise UsageError(

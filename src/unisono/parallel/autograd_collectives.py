@@ -5,17 +5,17 @@ a part of the work have a part of that gradient, to be summed. So what is free i
 backward, and the other way round:
 
     forward                          backward
-    copy             (nothing)       all-reduce          whole -> used by every rank in another way
-    reduce           all-reduce      (nothing)           a part of a sum on every rank -> whole
-    gather           all-gather      cut                 a shard on every rank -> whole
-    split            cut             all-gather          whole -> this rank's shard
-    gather_to_use    all-gather      reduce-scatter      a shard -> whole, used by every rank in another way
+    copy             (nothing)       all-reduce          full -> used by every rank in another way
+    reduce           all-reduce      (nothing)           a part of a sum on every rank -> full
+    gather           all-gather      slice               a shard on every rank -> full
+    split            slice           all-gather          full -> this rank's shard
+    gather_to_use    all-gather      reduce-scatter      a shard -> full, used by every rank in another way
     reduce_to_shard  reduce-scatter  all-gather          a part of a sum -> this rank's shard of the sum
-    count_once       (nothing)       zero, but on rank 0  whole, whose gradient all ranks compute and is summed later
+    count_once       (nothing)       zero, but on rank 0  full, whose gradient all ranks compute and is summed later
 
 `lengths` are those of all ranks' shards along `dim`; they may differ.
 
-What `copy` and `gather_to_use` say in the backward is begun by one node of autograd's graph and waited for by another,
+What `copy` and `gather_to_use` send in the backward is begun by one node of autograd's graph and waited for by another,
 so that something else can be computed in between (see deferred).
 
 Under `create_graph=True` each backward is the differentiable operation of the table, so that second derivatives are

@@ -104,7 +104,7 @@ def full_tensors_of(held: Sequence[torch.Tensor], layouts: Sequence[Layout], mes
 
 
 def _gathered(held: Sequence[torch.Tensor], layouts: Sequence[Layout], mesh: Mesh) -> list[torch.Tensor]:
-    """The last cut of each is fixed first, in one message for all along the same axes; then the one before it."""
+    """The last split of each is undone first, in one message for all along the same axes; then the one before it."""
     now = [local.detach() for local in held]
     left = [list(layout.splits) for layout in layouts]
     while any(left):
@@ -121,7 +121,7 @@ def _gathered(held: Sequence[torch.Tensor], layouts: Sequence[Layout], mesh: Mes
 
 
 def _fixed(shards: list[torch.Tensor], splits: list[Split], axes: Axes, mesh: Mesh) -> list[torch.Tensor]:
-    """What the shards were before these cuts, all of them along the same axes."""
+    """The tensors before these splits, all of which are along the same axes."""
     comm = mesh.comm(*axes)
     if comm.backend == "nccl":  # offloaded state is in host memory
         shards = [shard.to(comm.device) for shard in shards]

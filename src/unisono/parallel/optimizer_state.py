@@ -21,7 +21,7 @@ _LIES = "as the parameter"
 
 
 def whole_shape(tensor: torch.Tensor) -> torch.Size:
-    """The shape of the whole of which this rank holds a shard."""
+    """The shape of the full tensor of which this rank holds a shard."""
     shape = list(tensor.shape)
     for split in reversed(layout_of(tensor).splits):
         shape[split.dim] = split.length

@@ -1,6 +1,6 @@
 """Recomputation: forget activations in the forward pass and compute them again in the backward pass.
 
-What is kept of a recomputed shard is its inputs; the price is to run it once more.
+Of a recomputed region only the inputs are kept; the price is to run it once more.
 
     none        nothing
     selective   attention's core, F.scaled_dot_product_attention: little work to repeat, and where it makes a matrix
@@ -133,7 +133,7 @@ class _SecondRun:
     """With the first run's random numbers, modes and attention over spread tokens, also where the backward is outside
     them, and on copied buffers.
 
-    May be entered again: a backward in halves runs the shard once for each half.
+    May be entered again: a backward in halves runs the region once for each half.
     """
 
     def __init__(

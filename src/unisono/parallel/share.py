@@ -31,7 +31,7 @@ class Share(NamedTuple):
 
 
 def share(batch: Any, index: int, count: int, dim: BatchDim = 0) -> Share:
-    """Part `index` of `count` of a batch, sharded along the batch dim of every tensor in it.
+    """Part `index` of `count` of a batch, split along the batch dim of every tensor in it.
 
     Parts follow each other and differ by one row at most, the longer ones first; where there are fewer rows than parts
     the last ones are empty. The batch may be a tensor, or tuples, lists and dicts of them.
@@ -53,7 +53,7 @@ def shares(batch: Any, count: int, dim: BatchDim = 0) -> list[Share]:
 
 
 def full_batch_of(parts: list[Share], dim: BatchDim = 0) -> Any:
-    """The batch that was sharded into these parts, in whatever order they come; on the device of the first of them."""
+    """The batch that was split into these parts, in whatever order they come; on the device of the first of them."""
     parts = sorted(parts, key=lambda part: part.positions.start)
     columns = zip(*(tree_flatten(part.batch)[0] for part in parts), strict=True)
     leaves = [

@@ -82,7 +82,7 @@ class Trainer:
     precision: Precision = FULL
     scaler: LossScaler | None = None
     steps: int = 0
-    note: str = ""  # why a model that a function builds was built whole on every rank, before it was sharded
+    note: str = ""  # why a model that a function builds was built in full on every rank, before it was sharded
     proof: str = ""  # what was proved of the plan before the first step, or why nothing was
     coverage: str = ""  # how much of the parameters and FLOPs tp shards
     rules: Any = None  # how tp shards each layer, given or inferred
@@ -247,7 +247,7 @@ class Trainer:
         """The loss on a global batch, without gradients, in evaluation mode.
 
         `observe(outputs, targets)` is called on the ranks that compute the loss, for each part of the batch that
-        they have, with full logits. The tp ranks of one place all observe the same.
+        they have, with full logits. The tp ranks of one data rank all observe the same.
         """
         with self.replicas.stepping(), self._evaluating(), self._cut(batch), self._observed(observe):
             if self.pipeline is not None:
@@ -340,7 +340,7 @@ class Trainer:
         held: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if len(mine.positions) < mine.of:
             held = self.random.samples(mine.positions, mine.of)
-        # Who has targets is after a loss: it needs no full logits.
+        # With targets a loss is computed, which needs no full logits.
         is_for_loss = targets is not None or self._records
         with self.random, held, in_shards(is_for_loss):
             yield

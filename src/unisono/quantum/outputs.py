@@ -251,7 +251,7 @@ def _marginal(state: State, wires: Sequence[int], fixed: Mapping[int, int]) -> t
 def _parts(
     state: State, known: Mapping[int, int], full: Sequence[int] = ()
 ) -> Iterator[tuple[torch.Tensor, dict[int, int], list[int]]]:
-    """The local amplitudes where known wires have their bits, in parts of bounded size, not cut at `full`.
+    """The local amplitudes where known wires have their bits, in parts of bounded size, not split along `full`.
 
     With each part come all bits that are known of it and the wires that are its axes."""
     free = [wire for wire in state.layout[state.held :] if wire not in known]

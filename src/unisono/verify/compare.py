@@ -297,8 +297,7 @@ def _deviation(reference: torch.Tensor, got: torch.Tensor, floor: float, of_norm
     return float(difference.abs().max() / max(float(reference.abs().max()), floor, 1e-300))
 
 
-# ---- agreement of ranks
-# -----------------------------------------------------------------------------------------------
+# ---- agreement of ranks ----------------------------------------------------------------------------------------------
 
 
 def with_agreement(comm: Communicator, planned: TrainingRecord, verdict: Verdict, tolerance: float) -> Verdict:

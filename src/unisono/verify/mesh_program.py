@@ -1,4 +1,4 @@
-"""Where a program parts from the plain model: the first op whose shard on some rank is not the part it should be."""
+"""Where a program diverges from the plain model: the first op whose shard on some rank is not the part it should be."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ PREFIX = "program "
 
 @dataclass(frozen=True)
 class ProgramSpec:
-    """The axes of a mesh in order, and how placements are searched for: program dp=2,mp=4,search=exact
+    """The axes of a mesh in order, and how placements are searched for: program dp=2,mp=4,search=exact.
+
     zero: what the ranks of the axis dp share out. microbatches: where the model marks stages. memory: bytes that a rank
     may hold, for a search."""
 

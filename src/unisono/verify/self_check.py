@@ -451,8 +451,7 @@ def _available_memory() -> float:
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / 2
 
 
-# ---- a model with fewer blocks
-# ----------------------------------------------------------------------------------------
+# ---- a model with fewer blocks ---------------------------------------------------------------------------------------
 
 
 _LEAST = 2  # blocks: one that follows another of its kind

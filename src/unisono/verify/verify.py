@@ -319,8 +319,7 @@ def _kept(dtype: str) -> torch.dtype:
     return torch.float32 if dtype in HALVES else getattr(torch, dtype)
 
 
-# ---- verdicts as they come
-# --------------------------------------------------------------------------------------------
+# ---- verdicts as they come -------------------------------------------------------------------------------------------
 
 
 _PAUSE = 0.1  # seconds between looks

@@ -78,7 +78,7 @@ def number_buffer(memory: torch.Tensor) -> Buffer:
 
 
 def pieces(memory: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Contiguous memory cut so that one MPI call takes each chunk."""
+    """Contiguous memory in chunks that one MPI call can take."""
     if memory.numel() <= AT_ONCE:
         yield memory
     else:

@@ -115,7 +115,7 @@ def _check_world(MPI: Any, rank: int, size: int) -> None:
 
 
 def _abort_when_failing() -> None:
-    """Let an uncaught exception end the full job.
+    """Let an uncaught exception end the entire job.
 
     Otherwise the failing rank waits in MPI_Finalize for the others, who wait for it in some collective.
     """

@@ -60,7 +60,7 @@ class _Packed:
 
 
 def unpack(graph: fx.Graph, parameters: dict[str, str]) -> tuple[dict[str, str], dict[str, PackedSlice]]:
-    """Changes the graph; the parameters by placeholder as they are then, and which placeholders are shards."""
+    """Changes the graph; the parameters by placeholder as they are then, and which placeholders are parts of one."""
     names = dict(parameters)
     packed_slices: dict[str, PackedSlice] = {}
     for node in list(graph.nodes):

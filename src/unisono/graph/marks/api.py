@@ -1,4 +1,4 @@
-"""Marks: what the user says about how some tensors and ops are on a mesh. The rest is inferred (see `propagate`).
+"""Marks: how the user wants some tensors and ops placed on a mesh. The rest is inferred (see `propagate`).
 
     weight = uni.shard_tensor(weight, mesh, [uni.Replicate(), uni.Shard(1)])    # a tensor
     uni.mark(model, "layers.0.mlp.up.weight", mesh, [uni.Replicate(), uni.Shard(0)])
@@ -100,8 +100,8 @@ def shard_tensor(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placemen
 
 
 def reshard(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> torch.Tensor:
-    """The tensor as it is placed under `placements`; in a trace, a mark for all that use what is returned. Where no
-    ranks are running it is full and stays so."""
+    """The tensor, redistributed to `placements`; in a trace, a mark for all users of what is returned. Where no ranks
+    are running, the full tensor is returned unchanged."""
     _require_tensor("reshard", tensor)
     if recorder() is not None:
         return noted(
@@ -176,7 +176,7 @@ def placement_specs_for(model: nn.Module) -> dict[str, PlacementSpec]:
 
 
 def placement_spec_of(tensor: torch.Tensor) -> PlacementSpec | None:
-    """How a tensor is marked, or is on a mesh already."""
+    """How a tensor is marked, or already placed on a mesh."""
     if isinstance(tensor, DTensor):
         return PlacementSpec(Mesh.of(tensor.device_mesh), tuple(tensor.placements))
     return _tensors[tensor] if tensor in _tensors else _placement_spec_of_storage(tensor)

@@ -87,8 +87,8 @@ class Sharded:
         )
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        """Tensors that are on a mesh are redistributed as marked; others are in full, and nothing has to be
-        done."""
+        """Tensors that are on a mesh are redistributed as marked; others are full tensors and stay as they
+        are."""
         given = self._each((args, kwargs), self.inputs, "input", _moved)
         return self._each(self.function(*given[0], **given[1]), self.outputs, "output", _moved)
 
@@ -172,7 +172,7 @@ def shard_op(
     inputs: Sequence[Sequence[Placement] | None] = (),
     outputs: Sequence[Sequence[Placement] | None] = (),
 ) -> Sharded:
-    """The function, marked: how each of its tensors is on the mesh. None leaves a tensor open.
+    """The function, marked: how each of its tensors is placed on the mesh. None leaves a tensor open.
 
     Without inputs and outputs, a module: it and all that runs after it are a stage, on the ranks of `mesh`, such as
     mesh.at(pp=1)."""

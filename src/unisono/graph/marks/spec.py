@@ -1,4 +1,4 @@
-"""Placement specs: how the user wants a tensor to lie, and for which nodes of a graph."""
+"""Placement specs: how the user wants a tensor to be placed, and for which nodes of a graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Strategy = tuple[int, ...]
 
 @dataclass(frozen=True)
 class PlacementSpec:
-    """How a tensor is to lie: by placements on a mesh, or (`shard_counts`) by the number of shards along each dim."""
+    """How to place a tensor: by placements on a mesh, or (`shard_counts`) by the number of shards along each dim."""
 
     mesh: Mesh | None = None
     placements: Placements | None = None

@@ -57,7 +57,7 @@ def edge(
     gradient: Placements | None = None,
     links: Sequence[AxisLink] | None = None,
 ) -> Cost:
-    """Of a tensor that is placed so and is wanted so, and whose gradient (if any) comes back as `gradient`.
+    """The cost of redistributing a tensor to `wanted`, and back its gradient (if any), which is placed as `gradient`.
 
     links: one an axis of the mesh; by default all are alike.
     """

@@ -10,7 +10,7 @@ The problem of problem.py with a variable for each choice and for each move:
     sum bytes x <= memory                                                                                `_memory`
     minimise sum seconds x + sum moves y
 
-With x whole numbers, f and y are integers by themselves, and the relaxation is tight enough that blocks of real models
+Where x is integer, so are f and y, and the relaxation is tight enough that blocks of real models
 are solved at the root or close to it.
 """
 

@@ -203,7 +203,7 @@ class _Axis:
         )
 
     def _crowding(self, name: str, option: Option) -> int:
-        """How many tensors would be sharded again along a dim that an axis before this one cuts."""
+        """How many tensors would be sharded again along a dim that an axis before this one shards."""
         crowded = 0
         for i, placement in enumerate(option.inputs):
             crowded += _cut_before(placement, [past.inputs[i] for past in self.before[name]])

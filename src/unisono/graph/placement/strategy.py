@@ -1,7 +1,7 @@
 """From what marks say to placements on a mesh, one an axis.
 
 A strategy gives the number of shards along each dim of a tensor: (2, 4). On a mesh, axes whose lengths
-multiply to that number cut the dim. Where axes are alike there is a choice, and it must suit all tensors of an op
+multiply to that number shard the dim. Where axes are alike there is a choice, and it must suit all tensors of an op
 together: on each axis one of the op's options must have them so.
 """
 

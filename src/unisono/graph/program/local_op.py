@@ -1,4 +1,4 @@
-"""An op seen from one rank: what its rewrite must know of the whole to run on shards."""
+"""An op seen from one rank: what its rewrite must know of the full tensors to run on shards."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class LocalOp:
         }
 
     def draw(self, shape: tuple[int, ...], parts: dict[int, Part]) -> Draw:
-        """The random numbers of this op: those of its module's name and turn, wherever the shards lie."""
+        """The random numbers of this op: those of its module's name and turn, whichever ranks hold the shards."""
         assert self.random is not None, f"{self.node.name} draws random numbers, but was given no RandomState"
         path, turn = self.node.meta["draw"]
         return Draw((self.random.seed, self.random.step, path, turn), shape, parts)

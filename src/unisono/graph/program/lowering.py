@@ -1,9 +1,9 @@
 """Lowering: from a traced model and an assignment to what one rank does, as data. Nothing here communicates or
 computes.
 
-Each op becomes a `Compute` on local shards. Where an op wants a tensor otherwise than it lies, or gives back its
-gradient otherwise than the producer needs it, a `Redistribute` comes before it. Ops that want one tensor alike share
-one move, so that three projections of one input gather it once, and sum its gradient once.
+Each op becomes a `Compute` on local shards. Where an op needs a tensor in another placement than it has, or returns its
+gradient in another placement than the producer needs, a `Redistribute` comes before it. Ops that want one tensor alike
+share one move, so that three projections of one input gather it once, and sum its gradient once.
 
 Note: gradients of what is made of parameters alone. A parameter's gradient may stay in parts until the backward is over
 (gradient_buckets.py takes it from there), and so may that of anything computed from parameters, and from nothing of the
@@ -37,7 +37,7 @@ Options = tuple[Option, ...]
 
 @dataclass(frozen=True)
 class ShardedSpec:
-    """A tensor of the program: as a whole, and its placement."""
+    """A tensor of the program: the full one, and its placement."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -218,7 +218,7 @@ class _Lowering:
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
     def _gradient(self, option: Option, i: int, axis: int, node: fx.Node) -> Placement:
-        """How the gradient for an input is on an axis, when the op has computed it."""
+        """The placement on an axis of the gradient for an input, as the op computes it."""
         if not option.splits and axis in self.in_parts.get(node.name, ()):
             return SUM
         return option.gradient(i)

@@ -1,7 +1,7 @@
 """What runs on local shards where that is not simply the op itself.
 
 An Option names a rewrite; all options of one op that name one name the same. A rewrite is called once for the op, with
-the op's arguments in which tensors are local shards, and a Place that knows the placements on all axes:
+the op's arguments in which tensors are local shards, and a LocalOp that knows the placements on all axes:
 
     REWRITES[name](local_op, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""The shards of a model that a rank holds: parameters and buffers by the model's names, their way to whole and back.
+"""The shards of a model that a rank holds: parameters and buffers by name, and the full tensors gathered from them.
 
 Gradients, and optimizer state of a parameter's shape, are placed as the parameter is.
 """
@@ -75,7 +75,7 @@ class ProgramShards:
         return torch.cat([local_slice(part, self.mesh, spec.placements) for part in parts], spec.dim)
 
     def full(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """The whole of which every rank has a part that is placed as `name` is. Every rank calls it."""
+        """The full tensor of which every rank has a part that is placed as `name` is. Every rank calls it."""
         return self._full(self.specs.get(name), local)
 
     def _full(self, spec: ParameterSpec | None, local: torch.Tensor) -> torch.Tensor:

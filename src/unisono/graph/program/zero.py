@@ -44,7 +44,7 @@ def require_stage(stage: int, mesh: Mesh) -> None:
 
 
 def in_shards(assignment: Assignment) -> Assignment:
-    """The assignment with every parameter sharded along the data axis that lay whole there and can be sharded
+    """The assignment with every parameter sharded along the data axis that was replicated there and can be sharded
     evenly."""
     trace, mesh = assignment.trace, assignment.mesh
     axis = mesh.axis(AXIS)
@@ -61,7 +61,7 @@ def in_shards(assignment: Assignment) -> Assignment:
 
 
 def _even_dim(shape: tuple[int, ...], lying: Placements, axis: int, mesh: Mesh) -> int | None:
-    """The first dim that the ranks of an axis can shard evenly. Not one that a later axis of the mesh cuts: this axis
+    """The first dim that the ranks of an axis can shard evenly. Not one that a later axis of the mesh shards: this axis
     would come before it, and every shard would be made of other rows."""
     later = {shard_dim(placement) for placement in lying[axis + 1 :]}
     for dim in range(len(shape)):
@@ -114,7 +114,7 @@ class OptimizerShards:
 
 
 class GatherInBackward(torch.autograd.graph.saved_tensors_hooks):
-    """Stage 3: while it is entered, autograd keeps a gathered parameter's shard instead of the whole, and the
+    """Stage 3: while it is entered, autograd keeps a gathered parameter's shard instead of the full one, and the
     backward gathers it again."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Attention: samples and heads are apart; queries are apart where the keys and values are in full."""
+"""Attention: samples and heads are independent; queries are, where keys and values are replicated."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Convolutions and pooling: samples and channels are apart; input channels are summed over. Places are not sharded, as
-neighbours would have to exchange their edges."""
+"""Convolutions and pooling: samples and channels are independent; input channels are summed over. Positions are not
+sharded, as neighbours would have to exchange their edges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ops that make tensors: each rank makes its shard, with the numbers that the whole has there."""
+"""Ops that make tensors: each rank makes its shard, with the numbers that the full tensor has there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def factory(call: OpCall) -> Iterator[Option]:
 
 @rule("aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.new_empty")
 def factory_by_example(call: OpCall) -> Iterator[Option]:
-    """Of the tensor given only dtype and device count, so it may are in any way."""
+    """Only dtype and device of the given tensor count, so it may have any placement."""
     anyhow = [REPLICATE, *map(Shard, range(len(call.shape())))]
     for given in anyhow:
         yield Option((given,), (REPLICATE,))
@@ -37,7 +37,7 @@ def like(call: OpCall) -> Iterator[Option]:
 
 @rule("aten.rand", "aten.randn")
 def random_factory(call: OpCall) -> Iterator[Option]:
-    """Numbers depend on an element's place in the whole, so the ranks' shards fit together."""
+    """Numbers depend on an element's index in the full tensor, so the ranks' shards fit together."""
     yield Option((), (REPLICATE,), "random")
     for dim in range(len(call.result)):
         yield Option((), (Shard(dim),), "random")

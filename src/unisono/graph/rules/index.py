@@ -1,4 +1,4 @@
-"""Ops that read or write where an index says: whole along what the index counts, sharded along the rest."""
+"""Ops that read or write where an index says: not sharded along the dims that are indexed, sharded along the rest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unisono.mesh.placement import Placement
 
 @rule("aten.gather")
 def gather(call: OpCall) -> Iterator[Option]:
-    """The index may be shorter than the input along other dims: cut where they agree, as shards then do."""
+    """The index may be shorter than the input along other dims: sharded where they agree, as shards then do."""
     mixed = call.dim("dim")
     for dim in range(len(call.result)):
         if dim != mixed and call.shape("self")[dim] == call.shape("index")[dim]:

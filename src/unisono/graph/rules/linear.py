@@ -1,8 +1,8 @@
 """Products of tensors, as contractions of letters: "...k,nk->...n".
 
-On one axis a contraction can be sharded along any letter: tensors that have it are sharded there, the others are in
-full. The result is sharded where it has the letter too, and otherwise every rank holds a part of the sum. It is also
-linear in each tensor: where one is Partial and the others are in full, so is the result.
+On one axis a contraction can be sharded along any letter: tensors that have it are sharded there, the others are
+replicated. The result is sharded where it has the letter too, and otherwise every rank holds a part of the sum. It is
+also linear in each tensor: where one is Partial and the others are replicated, the result is Partial.
 """
 
 from __future__ import annotations

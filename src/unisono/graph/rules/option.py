@@ -1,8 +1,8 @@
 """An Option: one way to run one op on one axis of a mesh.
 
-It says how the op's tensor inputs and its outputs are on that axis. Rules (see `rules`) list an op's options without
-knowing how long the axis is; on a mesh of several axes an op takes one option an axis, and whoever combines them checks
-that every sharded dim divides.
+It has the placements of the op's tensor inputs and outputs on that axis. Rules (see `rules`) list an op's options
+without knowing how long the axis is; on a mesh of several axes an op takes one option an axis, and whoever combines
+them checks that every sharded dim divides.
 
 Gradients follow from the option alone:
 

@@ -56,7 +56,7 @@ def options(node: fx.Node) -> list[Option]:
 
 
 def _possible(option: Option, call: OpCall) -> bool:
-    """Whether each sharded dim is long enough to be sharded at all, and only numbers that add are in parts."""
+    """Whether each sharded dim is long enough to be sharded at all, and only tensors that can be added are Partial."""
     assert len(option.inputs) == len(call.tensors), f"{call.node.target}: {option}"
     assert len(option.outputs) == len(call.results), f"{call.node.target}: {option}"
     tensors = [*(tensors_of(node.meta["val"])[0] for node in call.tensors), *call.results]

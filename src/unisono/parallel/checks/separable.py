@@ -1,4 +1,4 @@
-"""Layers of torch whose result depends on how a batch is sharded, and which no strategy makes good: refused by name.
+"""Layers of torch whose result depends on how a batch is sharded, and which no strategy corrects: refused by name.
 
 BatchNorm is none of them (batchnorm.py), nor is dropout (mesh/random/state.py). These draw from torch's own generator
 inside a kernel, or keep statistics of the samples that they see, or change with every forward pass, or write their

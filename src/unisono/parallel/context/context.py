@@ -243,7 +243,7 @@ class Context:
     def _enter_block(
         self, name: str, is_first: bool, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        """Cut a block's arguments. The hidden states are sharded once, in the first block: the others get its
+        """Shard a block's arguments. The hidden states are sharded once, in the first block: the others get its
         outcome."""
         hidden = hidden_states((args, kwargs))
         if hidden is None:

@@ -132,7 +132,7 @@ class _Sum:
 
 @dataclass(frozen=True)
 class _Pair:
-    """Keys and values in one shard of memory, so that they travel as one."""
+    """Keys and values in one buffer, so that they travel as one message."""
 
     flat: torch.Tensor
     keys: torch.Tensor

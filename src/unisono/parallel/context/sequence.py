@@ -8,8 +8,8 @@ computed, and their activations kept, tp times. They work token by token, so her
 
 A reduce-scatter and an all-gather are the two halves of an all-reduce: what is said stays the same, what is kept
 between regions is 1/tp. The model's blocks run this way: at the first one's entry hidden states are sharded, at the
-last one's exit they are gathered. Parameters in between that are in full (norms, biases of row layers) see each rank's
-tokens only, so their gradients add up along "tp", which their layouts say.
+last one's exit they are gathered. Replicated parameters in between (norms, biases of row layers) see each rank's tokens
+only, so their gradients are summed along "tp", as their layouts record.
 
 A module in a block that needs all tokens but is not sharded by columns and rows (attention with a norm over all heads,
 layers without a rule) runs on the full sequence, as without sp: its input is gathered, its output sharded again. What
@@ -129,7 +129,7 @@ class SequenceRegion(Region):
         return conjugates.split(x, DIM, self.shards(self.length), self.comm)
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
-        """The whole of what every rank has its shard of; the sequence leaves the blocks."""
+        """The full tensor of which every rank has its shard; the sequence leaves the blocks."""
         return conjugates.gather(x, DIM, self._shards_of(x.shape[DIM]), self.comm)
 
     def shards(self, length: int) -> list[int]:

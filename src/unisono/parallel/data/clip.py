@@ -1,6 +1,6 @@
-"""Clipping gradients, of which every rank holds some shards, as if one process held them whole.
+"""Clipping gradients, of which every rank holds some shards, as if one process held them all.
 
-A shard may are on several ranks: on all replicas, or on the tensor-parallel ranks that keep a parameter whole. Of
+A shard may be on several ranks: on all replicas, or on the tensor-parallel ranks that replicate a parameter. Of
 those, one counts it: the first along each axis that does not shard the parameter. So one message over the whole mesh
 gives the norm, whichever strategies cut what. Pipeline stages hold different parameters; one that is tied between
 stages is named in `uncounted` on all but one of them.

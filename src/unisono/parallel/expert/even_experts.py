@@ -1,7 +1,7 @@
 """Experts that are all visited alike: a mixture of experts in a form that can be traced.
 
-Which experts a token visits depends on its values, so a MoE has no place in a graph. For a planner, who wants to know
-what it costs, tokens are as good as distributed in turn: the same products of the same sizes, on average.
+Which experts a token visits depends on its values, so a MoE cannot be traced. For the planner, which needs its
+cost, tokens may as well be distributed in turn: the same products of the same sizes, on average.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Experts: a layer of many feed-forward networks, of which each token visits a few; and their spreading over ranks.
+"""Experts: a layer of many feed-forward networks, of which each token visits a few; and their sharding over ranks.
 
 A router gives every token a probability for each expert; the token goes to the k experts it likes best, and what they
-make of it is added, weighted by those probabilities. `naive_moe` says just that, in a loop. `MoE.forward` says it so
-that experts work on dense shards: the visits (token, expert) are sorted by expert, each expert takes its shard, and
+make of it is added, weighted by those probabilities. `naive_moe` does just that, in a loop. `MoE.forward` does it so
+that experts work on dense blocks: the visits (token, expert) are sorted by expert, each expert takes its block, and
 the outcomes go back to their tokens.
 
 Expert parallelism puts an all-to-all on each side of the experts: rank r of the "ep" axis owns a run of consecutive

@@ -1,8 +1,9 @@
 """What the loss counts on the full batch, when every rank has computed only its part of the outputs.
 
 `ExchangedCounts` asks the other ranks, in one message that travels while the loss is computed. Where every rank has all
-of the targets, each can count the whole by itself (`PredictedCounts`), and no one waits. That this gives the same is
-seen first: the first step asks and compares, and every later one sends along, with the loss, what was in fact counted.
+of the targets, each can count the full batch by itself (`PredictedCounts`), and no one waits. That this gives the same
+is seen first: the first step asks and compares, and every later one sends along, with the loss, what was in fact
+counted.
 """
 
 from __future__ import annotations

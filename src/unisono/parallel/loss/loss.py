@@ -5,9 +5,9 @@
     partial = loss(outputs, targets)                  # for each microbatch, in that order; backward through it
     value = loss.total(partials)                      # what the user's loss would be on the global batch
 
-The partial losses of all ranks and microbatches sum to the user's loss on the whole, whatever it counts (see
+The partial losses of all ranks and microbatches sum to the user's loss on the full batch, whatever it counts (see
 normalizers.py); so gradients are summed too, and never averaged. The user's loss is called as it is. It must be made of
-sums and means over samples: the first call proves that on the batch at hand, by cutting it in two.
+sums and means over samples: the first call proves that on the batch at hand, by splitting it in two.
 
 A term without samples (learned weights of tasks, a norm of weights) is in every part: each part but the first one
 subtracts it. It is what the loss gives for no samples at all, where every mean is 0.
@@ -48,7 +48,7 @@ class GlobalLoss:
         self._totals: ExchangedCounts | PredictedCounts | None = None
         self._full: PredictedCounts | None = None
         self._reported: PendingCounts | None = None  # of the last step, on its way
-        self._predicts = False  # whether all ranks have seen that each can count the whole by itself
+        self._predicts = False  # whether all ranks have seen that each can count the full batch by itself
         self._made = 0  # elements of the tensors that the last counting made
         self._microbatches = 0
         self._counts: list[list[Count]] = []  # of the microbatches so far
@@ -101,7 +101,7 @@ class GlobalLoss:
         self._predicted, self._counts = [], []
         self._totals, self._full, self._sum = None, None, None
         if self.ranks == 1 and len(microbatches) == 1:
-            return  # the batch is in full here: the user's loss serves as it is
+            return  # this rank has the full batch: the user's loss serves as it is
         if microbatches:
             self._learn_sizes(*microbatches[0])
         if self._predicts and full is not None:
@@ -484,7 +484,7 @@ def _detached_from(leaf: Any) -> Any:
 
 def _leaves_but(value: torch.Tensor, known: Sequence[Any]) -> list[torch.Tensor]:
     """The leaves of autograd's graph that a value is computed from, but for those that known tensors come from."""
-    with no_torch_function_subclass():  # logits in shards are asked for themselves, not for the whole
+    with no_torch_function_subclass():  # sharded logits are inspected as they are, not gathered
         expected = {id(leaf) for tensor in known if isinstance(tensor, torch.Tensor) for leaf in _leaves_of(tensor)}
         return [leaf for leaf in _leaves_of(value) if id(leaf) not in expected]
 

@@ -1,7 +1,7 @@
 """Means over the global batch, inside a loss that knows nothing of it.
 
 A loss takes means over what it counts: samples, tokens that are not ignored, weights of classes. Where the batch is
-sharded into parts, the mean over the whole is
+split into parts, the mean over the full batch is
 
     sum over parts of (the part's sum / the count of the whole)
 

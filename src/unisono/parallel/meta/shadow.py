@@ -2,7 +2,7 @@
 
 Many models look at their inputs on the way (is there padding, are these positions consecutive?) and never at what comes
 of their parameters. Within a Shadow such a model runs without any memory for parameters: an operation on real tensors
-is done, one that a meta tensor takes part in gives placeholders, and code that asks where a tensor is hears of the
+is done, one that a meta tensor takes part in gives placeholders, and code that asks for a tensor's device gets the
 device that the inputs are on.
 """
 

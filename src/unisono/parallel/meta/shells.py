@@ -1,8 +1,8 @@
 """Shells: parameters with a shape and no values yet, while an optimizer is made for them.
 
 ZeRO's third stage makes the optimizer first, from all parameters, and then the values, one parameter at a time. An
-optimizer that looks at values while it is made (to keep a copy of the initial ones, say) would see nothing. So, while
-shells are `materialized` their values, each operation that reads one is done with what the parameter will have.
+optimizer that looks at values while it is made (to keep a copy of the initial ones, say) would see nothing. So,
+within `materialized`, each operation that reads a shell is computed with the values that the parameter will have.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The message from a stage to the next: the tensors that the next block needs, and a form that says their placements.
+"""The message from a stage to the next: the tensors that the next block needs, and a form that describes them.
 
 The form is sent ahead once for each kind of microbatch; afterwards both ends know what comes, and receives can be
 posted before anything is sent.

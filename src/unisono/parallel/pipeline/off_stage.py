@@ -1,9 +1,9 @@
 """What a rank does not hold of a model: parameters of other stages, put away so that the model still runs.
 
-A stage runs the user's own forward, which reaches for the embedding even where the embedding is on another rank. So a
+A stage runs the user's own forward, which reaches for the embedding even where the embedding is on another rank. So an
 off-stage parameter is replaced by a placeholder, zeros of its shape in the memory of a single number, and is a
-parameter no longer: it is not in named_parameters(), state_dict() or any optimizer. Foreign buffers keep their values,
-since masks and positions may be made of them on every rank, but are not reported either.
+parameter no longer: it is not in named_parameters(), state_dict() or any optimizer. Off-stage buffers keep their
+values, since masks and positions may be made of them on every rank, but are not reported either.
 """
 
 from __future__ import annotations

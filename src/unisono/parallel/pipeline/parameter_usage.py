@@ -145,7 +145,7 @@ def by_order(model: nn.Module, blocks: Blocks) -> ParameterUsage:
 
 
 def by_names(model: nn.Module, blocks: Blocks, known: Users, skips: Skips) -> ParameterUsage:
-    """Take it from a parameter usage of a model with the same names, of which this one is a part."""
+    """Take it from the parameter usage of a model with the same names, of which this one is a part."""
     users = {id(tensor): known[name] for name, tensor in _named(model) if name in known}
     return ParameterUsage(by_order(model, blocks).users | users, skips=skips)
 

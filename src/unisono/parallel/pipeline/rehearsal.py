@@ -103,7 +103,7 @@ def _run(stage: Stage, inputs: Any, message: Sequence[torch.Tensor], form: Messa
 
 
 def _cut(watched: nn.Module, usage: ParameterUsage, schedule: Schedule, rank: int) -> StageSplit:
-    """Of a copy, as cutting a model changes it; the parameter usage is the same for all ranks."""
+    """Of a copy, as splitting a model changes it; the parameter usage is the same for all ranks."""
     copy = meta_copy(watched)
     return split(copy, schedule, rank, usage=usage.of_copy(watched, copy))
 

@@ -62,8 +62,8 @@ def split(
     example: inputs as of a microbatch, to see where parameters are used; without, the order of registration tells.
     boundaries: the first block of each stage; without, stages are balanced by `cost`, which counts parameters,
     operations (needs an example), or what is given for each block; embedding and head count to the first and last.
-    blocks: the path of the list of blocks, where it should not be found automatically. usage: where it is
-    known.
+    blocks: the path of the list of blocks, where it should not be found automatically. usage: the
+    parameter usage, where it is known.
     """
     found = require_stages(model, schedule, blocks)
     if cost == "operations" and example is None:
@@ -86,7 +86,7 @@ def require_stages(model: nn.Module, schedule: Schedule, blocks: str | None = No
 
 
 def blocks_of(model: nn.Module, path: str | None = None) -> Blocks:
-    """The blocks that a pipeline can shard between. A model may name its list of blocks itself, as
+    """The blocks between which a model can be split into stages. A model may name its list of blocks itself, as
     `pipeline_blocks`."""
     path = getattr(model, "pipeline_blocks", None) if path is None else path
     if path is not None:

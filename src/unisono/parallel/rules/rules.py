@@ -1,4 +1,4 @@
-"""Rules: which layers tensor parallelism cuts, and how.
+"""Rules: which layers tensor parallelism shards, and how.
 
     {"*.fc1": "column", "*.fc2": "row", "*.attention": "heads:heads", "*.tokens": "vocab", "*.head": "column_gather"}
 
@@ -9,10 +9,10 @@ match the first counts. Values:
                      shard
     column:qkv       ... whose output is queries, keys, values one after the other; column:gate_up likewise two, and
                      column:4+1+1 parts of those proportions. Each part is sharded.
-    column_gather    sharded by columns, output gathered to be whole
-    row              nn.Linear or a convolution sharded by rows: its input is this rank's shard, its output whole
+    column_gather    sharded by columns, output gathered
+    row              nn.Linear or a convolution sharded by rows: its input is this rank's shard, its output full
     row:gate_up      expert weights (experts, inputs, outputs) whose last dim is two parts one after the other
-    row_split        sharded by rows; its input is in full
+    row_split        sharded by rows; its input is full
     row_sum          sharded by rows between a column and a row layer: its input is a shard, its output full and
                      used by every rank with its own shards
     column_inside    sharded by columns, of an input that row_sum gave: its gradient is summed there
@@ -30,7 +30,7 @@ match the first counts. Values:
     experts          a module around expert weights that are sharded themselves: its output is summed
     mla_kv           an nn.Linear of latent attention whose output is the latent, for a layer sharded by columns, and
                      a key that all heads share, as wide as the attention's qk_rope_head_dim
-    summed           parameters that are in full, but whose gradients are computed in parts (norms of single heads)
+    summed           parameters that are replicated, but whose gradients are computed in parts (norms of single heads)
     whole            leave it alone. Rules that say nothing else are exceptions from what the model brings or shows.
 """
 

@@ -1,10 +1,10 @@
 """Rules for models that show no pattern: searched for in the graph, layer by layer (see `graph.problem`).
 
-The search may cut every nn.Linear by columns or by rows, and every nn.Embedding by rows of its vocabulary, and has to
-cut the linear layers that the ranks divide. What it weighs is what travels. A model's own code runs between its layers,
+The search may shard every nn.Linear by columns or by rows, and every nn.Embedding by rows of its vocabulary, and must
+shard the linear layers that the ranks divide. It minimises what travels. A model's own code runs between its layers,
 on whatever they give, so of the other ops only those that work element by element may see shards; everything else is
 given full tensors. Where shards go from layers sharded by columns through such ops to layers sharded by rows and
-nowhere else, nothing is said in between; elsewhere a layer gathers what it gives, or cuts what it is given.
+nowhere else, nothing is communicated; elsewhere a layer gathers its output, or shards its input.
 
 What is found is tried, where the model is small enough: simulated ranks must give what the full model gives.
 """

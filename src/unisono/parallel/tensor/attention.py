@@ -187,7 +187,7 @@ def require_plain(name: str, attention: nn.MultiheadAttention, ranks: int) -> No
 
 
 class ParallelMultiheadAttention(nn.Module):
-    """nn.MultiheadAttention of which this rank has some heads. Inputs, outputs and attention weights are in full."""
+    """nn.MultiheadAttention of which this rank has some heads. Inputs, outputs and attention weights are full."""
 
     in_proj_weight: nn.Parameter | None
     in_proj_bias: nn.Parameter | None

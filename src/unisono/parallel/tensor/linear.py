@@ -1,6 +1,6 @@
 """Linear layers shared by several ranks.
 
-Cut by columns, each rank computes some of the output features; sharded by rows, each rank takes some of the input
+Sharded by columns, each rank computes some of the output features; sharded by rows, each rank takes some of the input
 features and computes a part of every output, and the parts are summed. One after the other they need no communication
 in between:
 
@@ -64,7 +64,7 @@ def _full(
 
 
 class _ParallelLinear(nn.Module):
-    """What both cuts share: `in_features` and `out_features` are those of the full layer."""
+    """What both ways of sharding have in common: `in_features` and `out_features` are those of the full layer."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -96,7 +96,7 @@ class _ParallelLinear(nn.Module):
 class ColumnParallelLinear(_ParallelLinear):
     """nn.Linear whose outputs are shared out: rank r computes the r-th shard of them (sizes differ by one at most).
 
-    The input is the same on all ranks; the output is this rank's shard, or with `gather_output` whole on every rank.
+    The input is the same on all ranks; the output is this rank's shard, or with `gather_output` full on every rank.
     From the same torch seed the parameters are the shards of those nn.Linear would have; `init` and `bias_init` are
     given the full tensors. Without `comm` all ranks of the world share the layer.
     """
@@ -131,8 +131,8 @@ class ColumnParallelLinear(_ParallelLinear):
         shards: ParameterSharder | None = None,
         is_inside: bool = False,
     ) -> ColumnParallelLinear:
-        """The same layer, cut. `parts` are the relative sizes of what its outputs consist of: (1, 1, 1) for q, k, v
-        in one, each of which is then cut. Layers that share parameters are given the same `shards`. is_inside: the
+        """The same layer, sharded. `parts` are the relative sizes of what its outputs consist of: (1, 1, 1) for q, k, v
+        in one, each of which is then sharded. Layers that share parameters are given the same `shards`. is_inside: the
         input comes from a RowParallelLinear that is inside too."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
@@ -179,8 +179,8 @@ class ColumnParallelLinear(_ParallelLinear):
 class RowParallelLinear(_ParallelLinear):
     """nn.Linear whose inputs are shared out: rank r takes the r-th shard of them (sizes differ by one at most).
 
-    The input is this rank's shard, or without `input_is_parallel` whole on every rank; the output is in full on every
-    rank. The bias is in full, and added once, after the sum. Otherwise as ColumnParallelLinear.
+    The input is this rank's shard, or without `input_is_parallel` full on every rank; the output is full on every
+    rank. The bias is replicated, and added once, after the sum. Otherwise as ColumnParallelLinear.
     """
 
     is_inside = False

@@ -1,12 +1,12 @@
-"""Logits that stay in shards: a head shared by columns whose output nobody gathers, unless somebody must see it whole.
+"""Logits that stay sharded: a head sharded by columns whose output is gathered only where full logits are needed.
 
 A head gives each rank its shard of the vocabulary's logits. A loss need not gather them (see `vocabulary`), but the
 user's loss is written for full logits. So within `in_shards()` the head returns a LogitsShard: to its reader a
 tensor of the full shape, which reshapes and slices as one, and of which F.cross_entropy is taken shard by shard. Any
-other function is given the whole, gathered on the spot: slower, never wrong.
+other function is given full logits, gathered on the spot: slower, never wrong.
 
-An autograd.Function (a model's own, or that of a module's backward hook) would compute the gradient of the whole for
-what is a shard: in the block Function.apply is given full logits.
+An autograd.Function (a model's own, or that of a module's backward hook) would compute the gradient of full logits
+for what is a shard: in the block Function.apply is given full logits.
 
 Code that reads a tensor past torch's Python functions would see the shard; whether a loss does is tried on one sample.
 """
@@ -38,7 +38,7 @@ _GATHERED = "unisono_gathered"
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 _ATTRIBUTES = ("dtype", "device", "ndim", "requires_grad", "grad_fn", "is_cuda", "layout")
-_AS_THEY_ARE = {  # what is the same of a shard and the whole
+_AS_THEY_ARE = {  # what is the same of a shard and of full logits
     *(getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES),
     torch.Tensor.dim,
     torch.Tensor.is_floating_point,
@@ -83,7 +83,7 @@ def keep_in_shards(head: nn.Module, vocabulary: int, comm: Communicator) -> None
 
 
 class LogitsShard(torch.Tensor):
-    """This rank's shard of logits (..., vocabulary), which looks like the whole."""
+    """This rank's shard of logits (..., vocabulary), which looks like full logits."""
 
     comm: Communicator
     lengths: list[int]  # of all ranks' shards
@@ -104,7 +104,7 @@ class LogitsShard(torch.Tensor):
 
 
 def full_of_shard(leaf: Any) -> Any:
-    """The whole of a LogitsShard, from all ranks; anything else as it is. Gathered once for all who look."""
+    """The full logits of a LogitsShard, from all ranks; anything else as it is. Gathered once for all readers."""
     if not isinstance(leaf, LogitsShard):
         return leaf
     with no_torch_function_subclass():
@@ -125,13 +125,13 @@ def _shard(raw: torch.Tensor, comm: Communicator, lengths: list[int]) -> LogitsS
 def _taken(
     func: Callable[..., Any], shard: LogitsShard, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[bool, Any]:
-    """What a function gives of a shard alone, if it can be told; the torch functions here see plain tensors."""
+    """What a function gives of a shard alone, if that is known; the torch functions here see plain tensors."""
     raw = shard.as_subclass(torch.Tensor)
     shape = torch.Size((*raw.shape[:-1], sum(shard.lengths)))
     if func == torch.Tensor.shape.__get__:  # type: ignore[attr-defined]
         return True, shape
     if func is torch.Tensor.register_hook:
-        return True, func(shard, *args, **kwargs)  # the whole, made for the hook, would get no gradient
+        return True, func(shard, *args, **kwargs)  # full logits, gathered for the hook, would get no gradient
     if func is torch.Tensor.data_ptr:
         raise UsageError("a shard of the logits was asked for its address, as if it were the whole")
     if func is torch.Tensor.size:
@@ -227,7 +227,7 @@ class Proof:
             expected = self._loss(tree_map(full_of_shard, sample), target)
             got = self._loss(sample, target)
             near = torch.allclose(got, expected, rtol=_TOLERANCE.get(got.dtype, 2e-2), atol=1e-6, equal_nan=True)
-        except Exception:  # it reached past the shard; or fails on the whole too, as will be told there
+        except Exception:  # it reached past the shard; or fails on full logits too, as will be reported there
             near = False
         agreed = shard.comm.all_reduce(torch.tensor([float(near)], device=shard.comm.device), "min")
         return bool(agreed.item())

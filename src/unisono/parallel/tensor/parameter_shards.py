@@ -38,7 +38,7 @@ def lengths_of(split: Split) -> list[int]:
 
 
 class ParameterSharder:
-    """Cuts parameters for one rank. A parameter that is used in several places is sharded once, and stays one."""
+    """Shards parameters for one rank. A parameter that is used in several places is sharded once, and stays one."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank = rank

@@ -30,7 +30,7 @@ _ANSWERS = "unisono_just_entered"
 
 
 class Region:
-    """Activations outside are in full on every rank."""
+    """Activations outside are full on every rank."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm

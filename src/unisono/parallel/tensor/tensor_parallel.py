@@ -11,7 +11,7 @@ backward, for attention and again for the MLP. With `sequence` the all-reduces a
 and all-gather, and what is between the halves (norms, dropouts, residuals) is sharded along the sequence: see
 `sequence`.
 
-`rules` gives which layers are sharded, and how. Parameters are sharded in place, and parameters keep their names.
+`rules` gives which layers are sharded, and how. Parameters are sharded in place, and keep their names.
 """
 
 from __future__ import annotations

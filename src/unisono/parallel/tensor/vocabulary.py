@@ -3,7 +3,7 @@
 Rank r knows the r-th shard of the tokens (sizes differ by one at most). Looking up, it gives zeros for all other
 tokens, and the ranks' answers are summed. In the loss a token's logits are on different ranks, but cross entropy needs
 three numbers of them only: their maximum, the sum of their exponentials, and the target's own logit. Those are
-reduced, a number a token each, where gathering would move the full vocabulary's worth.
+reduced, a number a token each, where gathering would move the logits of the full vocabulary.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from unisono.parallel.tensor.parameter_shards import TP, ParameterSharder, lengt
 
 
 class VocabParallelEmbedding(nn.Module):
-    """nn.Embedding whose rows are shared out; input and output are in full on every rank.
+    """nn.Embedding whose rows are shared out; input and output are full on every rank.
 
-    From the same torch seed the parameters are the shards of those nn.Embedding would have; `init` is given the whole
+    From the same torch seed the parameters are the shards of those nn.Embedding would have; `init` is given the full
     weight. Without `comm` all ranks of the world share it.
     """
 
@@ -55,7 +55,7 @@ class VocabParallelEmbedding(nn.Module):
     def from_embedding(
         cls, embedding: nn.Embedding, comm: Communicator | None = None, *, shards: ParameterSharder | None = None
     ) -> VocabParallelEmbedding:
-        """The same embedding, cut. Layers that share parameters are given the same `shards`."""
+        """The same embedding, sharded. Layers that share parameters are given the same `shards`."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer._cut(embedding, comm or worlds.world(), shards)
@@ -126,7 +126,7 @@ def vocab_parallel_cross_entropy(
     *,
     vocabulary: int | None = None,
 ) -> torch.Tensor:
-    """F.cross_entropy of logits whose last dim is this rank's shard of the vocabulary; targets are in full.
+    """F.cross_entropy of logits whose last dim is this rank's shard of the vocabulary; targets are full.
 
     Unlike there, classes are along the last dim also where there are more than two. The result is the same on all
     ranks of `comm` (by default the world). `vocabulary` is the number of all classes; where it is not given, the ranks

@@ -107,8 +107,8 @@ class ShardBucket(Bucket):
         return self.comm.size * self.chunk
 
     def slots(self, message: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Where each rank's rows of each parameter are in a message, for evenly cut parameters those of all ranks in
-        one; the padding becomes zeros."""
+        """Where each rank's rows of each parameter are in a message, for evenly sharded parameters those of all ranks
+        in one; the padding becomes zeros."""
         ranks = self.comm.size
         if self.is_even:
             first, found = 0, []

@@ -1,4 +1,4 @@
-"""Units: parts of a model whose parameters are in full only while they work (ZeRO's third stage).
+"""Units: parts of a model whose parameters are gathered only while they work (ZeRO's third stage).
 
 Between uses a parameter is this rank's rows. A unit's parameters are gathered just before its forward and freed after,
 and again for its backward, whose gradients are then sent off:
@@ -376,7 +376,7 @@ def on_gradient(tensor: torch.Tensor, hook: Callable[[Any], None], others: Colle
     A view that is written to loses its own hooks; what it is a view of keeps its node of the graph.
     """
     tensor.register_hook(hook)
-    with no_torch_function_subclass():  # a shard of the logits is not to become the whole for this
+    with no_torch_function_subclass():  # a shard of the logits is not gathered for this
         base = tensor._base
     if base is not None and base.grad_fn is not None and id(base) not in others:
         base.grad_fn.register_prehook(hook)

@@ -161,7 +161,7 @@ class ShardedOptimizer(Reducer[ShardBucket]):
         return copy
 
     def _hand_over(self) -> None:
-        """Let the optimizer see shards instead of parameters, and cut the state that it has already."""
+        """Let the optimizer see shards instead of parameters, and shard the state that it has already."""
         mine = {id(shard.parameter): shard for shard in self.shards.values()}
         seen = {key: shard.optimized for key, shard in mine.items()}
         seen |= {id(self.alone[name]): copy for name, copy in self._copies.items()}
@@ -314,7 +314,7 @@ def _beside_state(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _cut(value: Any, shard: ZeroShard) -> Any:
-    """Optimizer state of the parameter's shape is placed as the parameter does."""
+    """Optimizer state of the parameter's shape is placed as the parameter is."""
     if isinstance(value, torch.Tensor) and value.shape == shard.shape:
         return shard.own(value).to(shard.optimized.device, shard.optimized.dtype, copy=True)
     return value

@@ -1,6 +1,6 @@
 """The time of a step under a plan.
 
-An op takes the longer of computing and moving its bytes (a op_timer, at measured efficiencies), and an overhead. Its
+An op takes the longer of computing and moving its bytes (an OpTimer, at measured efficiencies), and an overhead. Its
 backward computes twice as much. Tensor-parallel regions add collectives of activations, which nothing hides; cp and ep
 add theirs. So each stage has a forward time f and a backward time b for a microbatch, and
 

@@ -125,7 +125,7 @@ class Hardware:
     library_memory: float = 0.0  # bytes that the device's libraries keep once they have computed
     dropout_mask: float = 0.0  # bytes that a dropout keeps for an element; unisono draws again on GPUs
     nodes: int | None = None
-    cores: int | None = None  # that the devices of a node are: where they are more than that, they take turns
+    cores: int | None = None  # of a node: where it has more devices than cores, these take turns
     source: str = field(default="", compare=False)
 
     def peak(self, dtype: str) -> float:

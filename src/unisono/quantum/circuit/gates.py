@@ -86,7 +86,7 @@ class StandardGate(Gate):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PauliRotation(Gate):
-    """exp(-i angle/2 P) for a Pauli string P such as "XYZ", a Pauli a target."""
+    """exp(-i angle/2 P) for a Pauli string P such as "XYZ", one Pauli for each target."""
 
     paulis: str = ""
 

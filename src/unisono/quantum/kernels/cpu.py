@@ -279,8 +279,7 @@ def forward(state, sweeps, ops, rows, pairs, places, values, scales, tile, spare
         meet(counters, 2 * number + 1, threads)
 
 
-# ---- counters in memory that processes share: the progress of the ranks of a host
-# -------------------------------------
+# ---- counters in memory that processes share: the progress of the ranks of a host ------------------------------------
 
 
 _SPINS = 200  # before other threads may run
@@ -303,8 +302,7 @@ def reached(counters, index, goal, reads):  # type: ignore[no-untyped-def]
     return False
 
 
-# ---- the norm of a state, which is checked after every exchange
-# -------------------------------------------------------
+# ---- the norm of a state, which is checked after every exchange ------------------------------------------------------
 
 
 _CHUNK = 1 << 14  # numbers that are added up in their own precision

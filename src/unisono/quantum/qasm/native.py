@@ -1,4 +1,4 @@
-"""Recognises definitions of gates that we have ourselves: one operation runs faster than its chunks."""
+"""Recognises definitions of gates that we have ourselves: one operation runs faster than the gates that define it."""
 
 from __future__ import annotations
 
