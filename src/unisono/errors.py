@@ -36,7 +36,7 @@ class PreflightError(LaunchError):
 
 
 class CommError(UnisonoError, RuntimeError):
-    """Ranks could not talk to each other."""
+    """Ranks could not communicate."""
 
 
 class MessageError(CommError):

@@ -1,6 +1,6 @@
 """Ring all-reduce from point-to-point calls: the algorithm behind most libraries' all_reduce, in thirty lines.
 
-The ranks stand in a ring; each tensor is cut into as many chunks as there are ranks. In step s of the first round
+The ranks stand in a ring; each tensor is split into as many chunks as there are ranks. In step s of the first round
 (reduce-scatter), rank r passes chunk r - s on to its right neighbour and adds what its left neighbour passes to its
 own chunk. After size - 1 steps each rank holds one chunk that is complete. The second round (all-gather) passes the
 complete chunks on the same way. Every rank sends 2 (size - 1) / size of the tensor, whatever the size of the ring.

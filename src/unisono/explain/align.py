@@ -221,7 +221,7 @@ def _all(listing: Listing) -> list[CollectiveStep]:
 
 
 def _axes(mesh: Mesh, rank: int, collective: CollectiveStep) -> tuple[str, ...]:
-    """The fewest axes of the mesh along which these ranks lie."""
+    """The fewest axes of the mesh that these ranks are along."""
     if collective.kind in _MESSAGES:
         pairs = zip(mesh.names, mesh.coordinate(rank), mesh.coordinate(collective.ranks[0]), strict=True)
         return tuple(name for name, here, there in pairs if here != there)

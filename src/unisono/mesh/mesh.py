@@ -138,7 +138,7 @@ class Mesh:
         return tuple(int(member) for member in self._slab(names, rank).reshape(-1))
 
     def groups(self, *names: str) -> list[tuple[int, ...]]:
-        """All groups that these axes cut the mesh into, each as `along` gives it."""
+        """All groups that these axes split the mesh into, each as `along` gives it."""
         axes = self._axes(names)
         rest = [axis for axis in range(self.ndim) if axis not in axes]
         rows = self.ranks.transpose(*rest, *axes).reshape(-1, self.size(*names))

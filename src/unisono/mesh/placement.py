@@ -75,7 +75,7 @@ def chunk_sizes(length: int, count: int) -> list[int]:
 
 
 def nested_chunk_sizes(length: int, counts: Sequence[int]) -> list[int]:
-    """The sizes when each axis cuts what the one before it left, the last axis running fastest."""
+    """The sizes when each axis shards what the one before it left, the last axis running fastest."""
     sizes = [length]
     for count in counts:
         sizes = [part for size in sizes for part in chunk_sizes(size, count)]

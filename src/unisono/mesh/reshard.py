@@ -5,7 +5,7 @@ uneven sizes, and is not seen by the watch. Here every change is a route of step
 one collective of the mesh's communicators.
 
 Gradients: that of a Shard is placed as the Shard, that of a Replicate or a Partial is the same on all ranks. So the
-backward of a reshard is the reshard of the gradient, from wherever it lies, back to where the input lay.
+backward of a reshard is the reshard of the gradient, from its own placement to that of the input.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def reshard(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -
 def move(
     local: torch.Tensor, mesh: Mesh, shape: Sequence[int], source: Sequence[Placement], target: Sequence[Placement]
 ) -> torch.Tensor:
-    """This rank's part under `target`, from its part under `source` of a tensor of that (whole) shape. No gradients.
+    """This rank's part under `target`, from its part under `source` of a tensor of that full shape. No gradients.
 
     May return `local` itself where nothing has to change.
     """
@@ -204,7 +204,7 @@ class _Exchange:
 
     @property
     def sharded_dim(self) -> int:
-        """The dim that the step cuts."""
+        """The dim that the step shards."""
         dim = shard_dim(self.step.after)
         assert dim is not None
         return dim

@@ -33,7 +33,7 @@ from unisono.mesh.placement import Placement, Placements, is_partial, shard_dim
 
 COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
 STEP_COST = 16384.0  # what a collective costs besides its bytes, in bytes
-LOCAL_COST = 1.0  # tells routes apart that talk equally little
+LOCAL_COST = 1.0  # distinguishes routes that communicate equally little
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RouteStep:
 def find_route(
     shape: tuple[int, ...], itemsize: int, mesh_shape: tuple[int, ...], source: Placements, target: Placements
 ) -> tuple[RouteStep, ...]:
-    """The cheapest steps that bring a tensor of that (whole) shape from `source` to `target` on a mesh."""
+    """The cheapest steps that bring a tensor of that full shape from `source` to `target` on a mesh."""
     if source == target:
         return ()
     return _Search(shape, itemsize, mesh_shape, source, target).run()
@@ -95,7 +95,7 @@ class _Search:
         self.partial = list(dict.fromkeys(p for p in (*source, *target) if isinstance(p, Partial)))
         self.source, self.target = self._numbers(source), self._numbers(target)
         used = {number for number in (*self.source, *self.target) if number > _WHOLE}
-        # One dim more to step aside to, where axes are in each other's way on a dim that both cut.
+        # One dim more to step aside to, where axes are in each other's way on a dim that both shard.
         aside = sorted(set(range(len(shape))) - used, key=lambda dim: shape[dim])[-1:]
         self.dims = sorted(used) + aside
 
@@ -130,7 +130,7 @@ class _Search:
                 if reached not in settled:
                     spent = change.received + (STEP_COST if change.kind in COLLECTIVES else LOCAL_COST)
                     heapq.heappush(frontier, (cost + spent, next(ticket), reached, (*route, change)))
-        raise AssertionError(f"no route from {self.source} to {self.target}")  # everything can be gathered, then cut
+        raise AssertionError(f"no route from {self.source} to {self.target}")  # all can be gathered, then sharded
 
     def _told(self, route: tuple[_Change, ...]) -> tuple[RouteStep, ...]:
         steps, state = [], self.source
@@ -165,7 +165,7 @@ class _Search:
                     yield _Change("assign", axes, wanted, 0.0)
 
     def _free_dims(self, state: State, axes: tuple[int, ...]) -> Iterator[int]:
-        """Dims that these axes may cut: those that no later axis cuts."""
+        """Dims that these axes may shard: those that no later axis shards."""
         for dim in self.dims:
             if not any(state[axis] == dim and axis not in axes for axis in range(axes[0], len(state))):
                 yield dim

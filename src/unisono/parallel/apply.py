@@ -77,13 +77,13 @@ def parallelize(
     model: a module, which becomes that of rank 0 everywhere, or a function that builds one, called after
     torch.manual_seed(seed), or a list of uni.nn.LayerSpec, which are built so. loss(outputs, targets) gives a scalar,
     optimizer(parameters) a torch optimizer. example: a batch (inputs, targets), which pipelines need to find their
-    stages, and tp to search a model for rules. rules: which layers tp cuts, and how; without, what the model brings or
-    shows. clip: the largest norm of the gradients. precision: "fp32", "bf16" or "fp16", in which all is computed from
-    float32 parameters; "fp32" leaves the model's own dtype. on_ready: called on every rank with the model as it will be
-    trained, before the plan is applied to it. batch: what ranks will give, "global", all of them the same batch, of
-    which each takes its part, or "local", each data rank its own samples. batch_dim: along which dim of a batch's
-    tensors samples are: 1 for time-major batches, (1, 0) for time-major inputs with targets that have samples first,
-    None instead of a tensor without samples, as in ({"x": 0, "edges": None}, 0).
+    stages, and tp to search a model for rules. rules: which layers tp shards, and how; without, what the model brings
+    or shows. clip: the largest norm of the gradients. precision: "fp32", "bf16" or "fp16", in which all is computed
+    from float32 parameters; "fp32" leaves the model's own dtype. on_ready: called on every rank with the model as it
+    will be trained, before the plan is applied to it. batch: what ranks will give, "global", all of them the same
+    batch, of which each takes its part, or "local", each data rank its own samples. batch_dim: along which dim of a
+    batch's tensors samples are: 1 for time-major batches, (1, 0) for time-major inputs with targets that have samples
+    first, None instead of a tensor without samples, as in ({"x": 0, "edges": None}, 0).
     """
     if batch not in ("global", "local"):
         raise UsageError(f'parallelize(batch={batch!r}): expected "global" or "local"')

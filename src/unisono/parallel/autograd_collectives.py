@@ -1,6 +1,6 @@
 """Conjugates: pairs of operations, each of which is the other's gradient.
 
-A tensor that all ranks hold in common ("whole") has one gradient, the same on all of them; ranks that each used it for
+A tensor that all ranks hold in common ("full") has one gradient, the same on all of them; ranks that each used it for
 a part of the work have a part of that gradient, to be summed. So what is free in the forward communicates in the
 backward, and the other way round:
 

@@ -1,7 +1,7 @@
 """The blocks of a model: its repeated layers, between which it can be split.
 
 Most deep models are a few layers, then many alike, then a few more: an embedding, N transformer blocks, a head. The
-pipeline cuts between blocks, and context parallelism shards the sequence inside them.
+pipeline is split between blocks, and context parallelism shards the sequence inside them.
 """
 
 from __future__ import annotations

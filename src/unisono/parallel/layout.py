@@ -1,8 +1,8 @@
 """The layout of a parameter: how what this rank holds relates to the full tensor.
 
-Every strategy that cuts a parameter says so in its layout; whoever needs the whole (checkpoints, verify) or the global
-norm reads it there, and needs to know no strategy. Gradients and optimizer states of the parameter's shape are placed
-as the parameter is.
+Every strategy that shards a parameter records it in its layout; code that needs full tensors (checkpoints, verify) or
+the global norm reads it there, and needs to know no strategy. Gradients and optimizer states of the parameter's shape
+are placed as the parameter is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MESSAGE = 2**25  # bytes of full tensors that are gathered at once
 
 @dataclass(frozen=True)
 class Split:
-    """One cut: along `dim`, rank r of `axes` (taken together) holds the indices held[r], in that order."""
+    """One split: along `dim`, rank r of `axes` (taken together) holds the indices held[r], in that order."""
 
     axes: Axes
     dim: int
@@ -36,7 +36,7 @@ class Split:
 
     @property
     def length(self) -> int:
-        """Of the dimension before the cut."""
+        """Of the dimension before the split."""
         return sum(len(part) for part in self.held)
 
 
@@ -50,7 +50,7 @@ def _bounds(length: int, ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """The cuts of a parameter, in the order they were made, and along which axes its gradients add up."""
+    """The splits of a parameter, in the order they were made, and along which axes its gradients add up."""
 
     splits: tuple[Split, ...] = ()
     # Each rank along these computes a part of the gradient, from other samples or other tokens; the parts are summed.
@@ -70,12 +70,12 @@ WHOLE = Layout()
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
-    """How a parameter or buffer lies; whole, unless a strategy has said otherwise."""
+    """The layout of a parameter or buffer; full, unless a strategy has set another."""
     return getattr(tensor, "unisono_layout", WHOLE)
 
 
 def lay(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Say how a tensor lies."""
+    """Set the layout of a tensor."""
     tensor.unisono_layout = layout  # type: ignore[attr-defined]
     return tensor
 
@@ -164,7 +164,7 @@ def _full_numel(local: torch.Tensor, layout: Layout) -> int:
 
 
 def _bunches(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Runs of tensors of up to _MESSAGE bytes together. All ranks come to the same, as it goes by whole sizes."""
+    """Runs of tensors of up to _MESSAGE bytes together. All ranks come to the same, as it goes by full sizes."""
     begin, total = 0, 0
     for number, size in enumerate(sizes):
         if number > begin and total + size > _MESSAGE:

@@ -1,7 +1,7 @@
 """Optimizer state as one process would have it: full tensors, by the names of the parameters.
 
 For a plain optimizer pass the model's named parameters; for ZeRO what it optimizes (`zero.optimized()`). Their layouts
-tell how they, and state tensors of their shape, lie.
+describe them, and state tensors of their shape.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Outputs of the parts of a batch, put together again: what one device would have given for the whole."""
+"""Outputs of the parts of a batch, put together again: what one device would have given for the full batch."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def _is_meta(value: Any) -> bool:
 
 
 class _SecondRun:
-    """With the first run's random numbers, modes and attention over spread tokens, also where the backward is outside
+    """With the first run's random numbers, modes and attention over sharded tokens, also where the backward is outside
     them, and on copied buffers.
 
     May be entered again: a backward in halves runs the region once for each half.

@@ -25,9 +25,9 @@ BatchDim = Any  # an int or None for all tensors below, or the structure of a ba
 
 
 class Share(NamedTuple):
-    batch: Any  # of the same structure as the whole; what is no tensor with rows is shared by all
-    positions: range  # of its rows among those of the whole
-    of: int  # rows of the whole
+    batch: Any  # of the same structure as the full batch; what is no tensor with rows is shared by all
+    positions: range  # of its rows in the full batch
+    of: int  # rows of the full batch
 
 
 def share(batch: Any, index: int, count: int, dim: BatchDim = 0) -> Share:

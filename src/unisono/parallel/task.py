@@ -19,7 +19,7 @@ from unisono.errors import UsageError
 class Task:
     """model() builds the module; batch(seed) gives (inputs, targets) for one global batch, inputs being a tensor, a
     tuple or a dict of keyword arguments for the model; loss(outputs, targets) gives a scalar; optimizer(parameters)
-    gives a torch optimizer. rules: which layers tensor parallelism cuts. clip: the largest norm of the gradients.
+    gives a torch optimizer. rules: which layers tensor parallelism shards. clip: the largest norm of the gradients.
     batch_dim: along which dim of the batch's tensors samples are, as for uni.parallelize."""
 
     model: Callable[[], nn.Module]

@@ -1,6 +1,6 @@
 """The Trainer: a model under a plan, one step at a time.
 
-What `apply.parallelize` has composed, the trainer runs: it cuts the batch, runs forward and backward under the plan,
+What `apply.parallelize` has composed, the trainer runs: it splits the batch, runs forward and backward under the plan,
 has the gradients summed, clips, and lets the optimizer step. It returns the loss that one device would have seen.
 """
 
@@ -108,9 +108,9 @@ class Trainer:
     _records: bool = False  # whether forwards are recorded for the model's own loss
     _partials: list[torch.Tensor] = field(default_factory=list)
     _observe: Callable[[Any, Any], None] | None = None
-    on_action: Callable[[Action, float, float], None] | None = None  # told what a pipeline did, from when to when
+    on_action: Callable[[Action, float, float], None] | None = None  # gets what a pipeline did, from when to when
     on_microbatch: Callable[[int, Action | None], None] | None = (
-        None  # told which comes, and what a pipeline does to it
+        None  # gets which comes, and what a pipeline does to it
     )
 
     on_first_batch: Callable[[Any], None] | None = None  # called once, before anything is computed for it
@@ -370,7 +370,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def heads_full(self, inputs: Any) -> Iterator[None]:
-        """In the first run of the model, on these inputs: UsageError where tp has cut through heads."""
+        """In the first run of the model, on these inputs: UsageError where tp has split heads."""
         if self.head_width is None:
             yield
             return
@@ -381,7 +381,7 @@ class Trainer:
         self.head_width = None
 
     def _mine(self, batch: Batch) -> Share:
-        """This rank's share. One that holds all rows is the whole, whoever read it."""
+        """This rank's share. One that holds all rows is the full batch, whoever read it."""
         if not isinstance(batch, Share):
             if self.batch == "local":
                 return self._share_of_local(batch)
@@ -580,7 +580,7 @@ class Trainer:
             yield from self.model.named_parameters()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that training goes on from, whole and by name, on every rank; every rank calls it."""
+        """All that training goes on from, as full tensors by name, on every rank; every rank calls it."""
         self.loss.settle()
         optimized = dict(self.optimized())
         return {

@@ -15,7 +15,7 @@ from unisono.errors import UsageError
 from unisono.plan.schedules import schedule as schedules
 
 # The axes of a plan's mesh, the slowest first: neighbours in the world are neighbours in tp. The data axis is three of
-# them, "replica" times "dp" times "ep": experts may be spread over a part of it ("ep"), and ZeRO may shard over a part
+# them, "replica" times "dp" times "ep": experts may be sharded over a part of it ("ep"), and ZeRO may shard over a part
 # of it only, of which "replica" counts the copies.
 AXES = ("pp", "replica", "dp", "ep", "cp", "tp")
 COPIES = "replica"
@@ -43,7 +43,7 @@ class Plan:
     sequence: bool = False  # between tensor-parallel layers, activations are sharded along the sequence
     context: str = "ring"  # how attention crosses cp: ring or ulysses
     recompute: str | tuple[str, ...] = "none"  # none, selective, full, or module patterns
-    microbatches: int = 1  # the batch is cut into this many, one after the other
+    microbatches: int = 1  # the batch is split into this many, one after the other
     schedule: str = "1f1b"  # of the pipeline
     chunks: int = 1  # stages a rank holds (interleaved, zbv)
     offload: bool = False  # optimizer state in host memory

@@ -51,7 +51,7 @@ class Planner:
     def __init__(
         self, task: Task, hardware: Hardware, batch: int | None = None, *, keeps_gathered: bool = True
     ) -> None:
-        """keeps_gathered: under sp, what a layer cut by columns has gathered stays until its backward."""
+        """keeps_gathered: under sp, what a column-parallel layer has gathered stays until its backward."""
         self.task = task
         self.hardware = hardware
         if task.batch_dim != 0:
@@ -169,7 +169,7 @@ class Planner:
         return self._tp_refusals[tp]
 
     def _more_than_share(self, tp: int) -> str | None:
-        """Layers may be cut unevenly, but beyond their length ranks would hold nothing."""
+        """Layers may be sharded unevenly, but beyond their length ranks would hold nothing."""
         segments = (self.profile.before, *set(self.profile.blocks), self.profile.after)
         cut = [weight.shape[weight.tp_dim] for s in segments for weight in s.weights if weight.tp_dim is not None]
         longest = max(cut, default=0)
@@ -214,7 +214,7 @@ class Planner:
         return fitting_rules(self._shareable, tp, self.task.rules, self._example)
 
     def _styles(self) -> Styles:
-        """How tp would cut, for the smallest tp that can; nothing where none can."""
+        """How tp would shard, for the smallest tp that can; nothing where none can."""
         for tp in (2, 3, 5, 7):
             try:
                 return require_shareable(self._shareable, tp, self._rules(tp))
@@ -266,7 +266,7 @@ def _first_rows(example: Any, rows: int) -> Any:
 
 
 def _blocks(model: nn.Module) -> Blocks | None:
-    """Those that a pipeline cuts between."""
+    """Those between which a pipeline is split."""
     try:
         return blocks_of(model)
     except UsageError:
@@ -299,7 +299,7 @@ def _look(module: nn.Module) -> tuple[object, ...]:
 
 
 def _weights(model: nn.Module, styles: Styles) -> Iterator[tuple[str, Weight]]:
-    """Every parameter, with the dim that tp cuts."""
+    """Every parameter, with the dim that tp shards."""
     cut = sharded_dims(model, styles)
     gathered = _gathered(model, styles)
     experts = {id(p) for module in model.modules() if isinstance(module, MoE) for p in _expert_parameters(module)}
@@ -319,7 +319,7 @@ def _weights(model: nn.Module, styles: Styles) -> Iterator[tuple[str, Weight]]:
 
 
 def _gathered(model: nn.Module, styles: Styles) -> set[int]:
-    """Weights of layers that gather what they give; heads whose logits stay in pieces do not."""
+    """Weights of layers that gather what they give; heads whose logits stay sharded do not."""
     modules = dict(model.named_modules(remove_duplicate=False))
     heads = heads_of(model, styles, modules)
     layers = [modules[name] for name, style in styles.items() if style.kind == "column_gather"]

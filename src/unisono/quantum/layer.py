@@ -253,7 +253,7 @@ def _adjoint(layer: Layer, state: State, gradient: torch.Tensor, given: tuple, r
 
 
 def _by_running(layer: Layer, gradient: torch.Tensor, given: tuple, ranks: RankGroup) -> tuple:
-    """Gradients of Re <gradient, output>; every rank of a state has them whole, so each reports its share."""
+    """Gradients of Re <gradient, output>; every rank of a state has them in full, so each reports its share."""
 
     def evaluate(circuit: Circuit, weights: np.ndarray, features: np.ndarray) -> float:
         output = layer.output.read(layer.fresh(ranks).run(circuit, weights, features))

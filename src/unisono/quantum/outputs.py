@@ -46,7 +46,7 @@ def simulate(
     dtype: torch.dtype = torch.complex128,
     **options: Any,
 ) -> State:
-    """The state that the circuit makes of |0...0>, spread over the ranks of `comm`. Options are those of State."""
+    """The state that the circuit makes of |0...0>, sharded over the ranks of `comm`. Options are those of State."""
     given = require_circuit(circuit, "simulate").check_values(weights, features)
     return State(circuit.wires, comm, dtype=dtype, **options).run(circuit, *given)
 
@@ -146,7 +146,7 @@ def density(state: State, wires: Sequence[int]) -> torch.Tensor:
 def shard(state: State) -> torch.Tensor:
     """This rank's share of all amplitudes in the order of wires: rank r has the r-th of equal consecutive chunks.
 
-    (`state.local` is in the layout that the circuit left; `state.amplitudes()` gathers the whole on every rank.)"""
+    (`state.local` is in the layout that the circuit left; `state.amplitudes()` gathers all of it on every rank.)"""
     with _local(require_state(state, "shard"), range(state.held, state.wires)):
         order = [state.layout.index(wire) - state.held for wire in range(state.held, state.wires)]
         mine = _permuted(state.local, order)

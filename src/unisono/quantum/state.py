@@ -1,4 +1,4 @@
-"""A state vector spread over ranks.
+"""A state vector sharded over ranks.
 
 state = State(28, comm)                     # |0...0>
 state.run(circuit, weights)                 # scheduled, exchanged, applied

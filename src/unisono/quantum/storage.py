@@ -1,7 +1,7 @@
 """States on disk: a folder with one array a rank and a manifest, readable by any number of ranks.
 
 A physical index is the held index followed by the local one, so the arrays, in the order of held indices, are the state
-in one line; another number of ranks cuts that line elsewhere. Blocks have digests; a reader checks those it reads.
+in one line; another number of ranks splits that line elsewhere. Blocks have digests; a reader checks those it reads.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def save(state: State, path: str | os.PathLike[str], *, overwrite: bool = False)
 
 
 def load(path: str | os.PathLike[str], comm: Communicator | None = None, **options: Any) -> State:
-    """The saved state, spread over the ranks of `comm`, however many saved it. Options are those of State."""
+    """The saved state, sharded over the ranks of `comm`, however many saved it. Options are those of State."""
     folder = require_path(path, "load")
     require_comm(comm)
     manifest = _manifest(folder)

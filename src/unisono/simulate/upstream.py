@@ -1,7 +1,7 @@
 """What the stages before a rank's own would have sent it, found without running them.
 
 A stage of a pipeline learns the form of its input from the stage before, which in a dry run is not there. So the model,
-cut as the plan cuts it but without memory, runs up to each of the rank's stages: on the rank's own inputs, which have
+sharded as under the plan but without memory, runs up to each of the rank's stages: on the rank's own inputs, which have
 numbers, while all that comes of parameters has shapes only.
 """
 
@@ -46,7 +46,7 @@ def foreseen_in(model: nn.Module, order: Schedule, inputs: Any) -> Rehearsal:
 class Upstream:
     """The meta model under the parts of a plan that change what travels between blocks: tp with sp, and cp.
 
-    Experts are not spread: what comes of them has the shape of what went in.
+    Experts are not sharded: what comes of them has the shape of what went in.
     """
 
     def __init__(self, full: nn.Module, plan: Plan, mesh: Mesh, rules: Any) -> None:

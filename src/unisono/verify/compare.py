@@ -275,13 +275,13 @@ def _largest_of(tensor: torch.Tensor) -> float:
 
 
 def _is_exact(tensor: torch.Tensor) -> bool:
-    """Whether it holds truth values or whole numbers, which no rounding can change."""
+    """Whether it holds booleans or integers, which no rounding can change."""
     return not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def _deviation(reference: torch.Tensor, got: torch.Tensor, floor: float, of_norms: bool = False) -> float:
     """The largest difference beside the largest value; with `of_norms`, norm beside norm. Infinite where tensors of
-    different kinds, or of truth values or whole numbers, differ at all."""
+    different kinds, or of booleans or integers, differ at all."""
     if reference.shape != got.shape or reference.is_complex() != got.is_complex():
         return float("inf")
     if not reference.numel():

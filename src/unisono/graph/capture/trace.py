@@ -70,7 +70,7 @@ class Trace:
     packed_slices: dict[str, PackedSlice] = field(
         default_factory=dict
     )  # placeholders that stand for a part of their parameter
-    marks: tuple[Mark, ...] = ()  # what the user says about how tensors lie
+    marks: tuple[Mark, ...] = ()  # placements that the user wants
     assigned: dict[str, str] = field(default_factory=dict)  # buffers that the forward replaced, and at which line
     lost: tuple[str, ...] = ()  # what the model does that its ops do not tell (see unsupported.py)
 

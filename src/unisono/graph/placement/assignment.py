@@ -19,8 +19,8 @@ from unisono.mesh.placement import Placements, shard_dim
 
 @dataclass(frozen=True)
 class Reshard:
-    """A tensor that is wanted otherwise than it lies. Ops that want it alike share one move, and their gradients are
-    added up before the one move back."""
+    """A tensor that is needed in another placement than it has. Ops that want it alike share one move, and their
+    gradients are added up before the one move back."""
 
     source: str
     output: int  # which of the source's outputs
@@ -43,7 +43,7 @@ class Assignment:
     notes: dict[str, str] = field(default_factory=dict)
 
     def layout(self, name: str, output: int = 0) -> Placements:
-        """How a node's output lies, one placement an axis."""
+        """The placements of a node's output, one for each axis."""
         return tuple(option.outputs[output] for option in self.options[name])
 
     def wanted(self, name: str, i: int) -> Placements:
@@ -72,7 +72,7 @@ class Assignment:
         return tuple(counts)
 
     def local_shape(self, name: str, output: int = 0) -> tuple[int, ...]:
-        """The shape of a node's output on each rank: cuts are even (see `check`)."""
+        """The shape of a node's output on each rank: shards are even (see `check`)."""
         spec = self._spec(name, output)
         return divided(spec.shape, self.layout(name, output), self.mesh.shape)
 

@@ -1,8 +1,8 @@
 """Carrying an assignment over to another trace of the same model: in evaluation mode, or for batches of another size.
 
 Any choice of options is a program with the right result, because moves are put wherever two do not fit. So nodes that
-the two traces share keep theirs, and a node that is new, or that does not divide any more, is done whole by every rank.
-Parameters and buffers lie where they lie.
+the two traces share keep theirs, and a node that is new, or that does not divide any more, is computed in full by every
+rank. Parameters and buffers keep their placements.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Dynamic programming along the graph.
 
 Nodes are taken in order, each parameter just before its first user. After some nodes, all that the rest can see of them
-are the tensors with users to come: how each of them lies, and where it has been moved to already. Call that the
+are the tensors with users to come: the placement of each, and where it has been moved to already. Call that the
 frontier F. With s seconds and b bytes spent on the way to it,
 
     without a limit     V(F) = min s: only the quickest of all ways to F can be part of the best solution
@@ -233,7 +233,7 @@ class _Path:
             demand = tensor.demand_of[i][number]
             cost = tensor.moves[solutions.layouts[each], demand]
             solutions.seconds = solutions.seconds + np.where(solutions.moved[each] >> demand & 1, 0.0, cost)
-            # What lies that way already costs nothing: whether it has been "moved" there makes no difference.
+            # What is placed that way already costs nothing: whether it has been "moved" there makes no difference.
             solutions.moved[each] = solutions.moved[each] | np.where(cost > 0, 1, 0) << demand & tensor.wanted_after[i]
         for each in self._made.get(name, ()):
             solutions.layouts[each] = self._tensors[each].layout_of[number]

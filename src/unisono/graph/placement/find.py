@@ -75,8 +75,8 @@ def _fallbacks(trace: Trace) -> dict[str, str]:
 
 
 def _marks_apart(found: Assignment) -> dict[str, str]:
-    """Ops that are marked to take a tensor otherwise than it is marked to lie. Both marks hold, at the price of a move
-    in every step that a reader should know of."""
+    """Ops that are marked to take a tensor in another placement than its own mark. Both marks hold, at the price of a
+    move in every step that a reader should know of."""
     placement_specs = {(mark.node, mark.is_input, mark.number): mark.placement_spec for mark in found.trace.marks}
     notes: dict[str, str] = {}
     for (name, is_input, number), placement_spec in placement_specs.items():

@@ -1,6 +1,6 @@
 """Propagation: from some marks to an Assignment of everything.
 
-Axis by axis of the mesh. Marked nodes come first and keep what they are given. From those that an axis cuts,
+Axis by axis of the mesh. Marked nodes come first and keep what they are given. From those that an axis shards,
 placements propagate over the graph, to users and to producers, wave by wave: a node that a wave reaches takes the
 option that costs the least to communicate with the neighbours that have theirs, and that the axes before this one leave
 divisible. When all have one, nodes are looked at again, with all neighbours known, until none gets cheaper: that
@@ -154,7 +154,7 @@ class _Axis:
     # ---- waves ---------------------------------------------------------------------------------------------------
 
     def _spread_from_marks(self, order: list[str]) -> None:
-        """Each wave takes in the neighbours of what the one before it cut; it ends at nodes that are better whole."""
+        """Each wave takes the neighbours of what the last one sharded; it ends at nodes that are better replicated."""
         position = {name: i for i, name in enumerate(order)}
         edge = set(self.chosen)
         while edge:

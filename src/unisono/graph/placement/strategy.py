@@ -27,7 +27,7 @@ Slot = tuple[str, bool, int]  # node, is it an input, its number
 
 
 def placements_of_marks(trace: Trace, mesh: Mesh, marks: Sequence[Mark]) -> dict[Slot, Placements]:
-    """How marked inputs and outputs of nodes must lie. UsageError where a mark cannot be satisfied."""
+    """The placements that marked inputs and outputs of nodes must have. UsageError where a mark cannot be satisfied."""
     fixed: dict[Slot, Placements] = {}
     for _, group in itertools.groupby(sorted(marks, key=lambda mark: mark.op), key=lambda mark: mark.op):
         together = list(group)
@@ -38,7 +38,7 @@ def placements_of_marks(trace: Trace, mesh: Mesh, marks: Sequence[Mark]) -> dict
 
 
 def batch_marks(trace: Trace, mesh: Mesh, axis: str) -> list[Mark]:
-    """Marks that cut the batch: the first dim of inputs and targets, along one axis of the mesh."""
+    """Marks that shard the batch: the first dim of inputs and targets, along one axis of the mesh."""
     placements = tuple(Shard(0) if name == axis else REPLICATE for name in mesh.names)
     rows = [name for name in (*trace.inputs, *trace.targets) if trace.specs[name][0].shape]
     return [Mark(name, 0, PlacementSpec(mesh, placements, line=f"batch along {axis}")) for name in rows]
@@ -54,7 +54,7 @@ def _join(fixed: dict[Slot, Placements], marks: Sequence[Mark], placements: Sequ
 
 
 def _settled(trace: Trace, mesh: Mesh, marks: Sequence[Mark]) -> list[Placements]:
-    """The first way to lay the marked tensors of one call for which every op has options."""
+    """The first placements of the marked tensors of one call for which every op has options."""
     candidates = [list(_candidates(trace, mesh, mark)) for mark in marks]
     for chosen in itertools.product(*candidates):
         if all(_has_options(trace, mesh, name, marks, chosen) for name in dict.fromkeys(mark.node for mark in marks)):

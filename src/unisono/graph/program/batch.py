@@ -21,7 +21,7 @@ def signature(kind: str, batch: Any) -> Signature:
 
 
 def tensors_in(batch: Any) -> list[torch.Tensor]:
-    """Those of a batch, whole; every rank calls it, as some may be on a mesh."""
+    """Those of a batch, in full; every rank calls it, as some may be on a mesh."""
     leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     return [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves]
 

@@ -21,7 +21,7 @@ Function = Callable[..., Any]
 
 
 def bind(lowered: Lowered, random: RandomState) -> dict[str, Function]:
-    """For each instruction its function. Makes the groups that moves talk in: every rank of the mesh calls it."""
+    """For each instruction its function. Makes the groups of the moves: every rank of the mesh calls it."""
     reduce = reduce_over(lowered.mesh)
     coordinate = lowered.mesh.coordinate()
     made: dict[str, Function] = {}

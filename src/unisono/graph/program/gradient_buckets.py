@@ -1,6 +1,6 @@
 """Gradients that ranks hold parts of, summed in buckets while the backward still computes others.
 
-A parameter that lies whole on the ranks of an axis, and is used by ops that are split there, gets a part of its
+A parameter that is replicated on the ranks of an axis, and is used by ops that are split there, gets a part of its
 gradient on each of them (data parallelism is one case). Nobody needs the sum before the optimizer, so it need not be
 taken edge by edge: parameters whose parts are summed over the same axes share messages. The program is the same on all
 ranks, so all fill buckets in the same order; which parameters get gradients at all is learnt from the first backward.

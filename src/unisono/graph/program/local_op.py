@@ -47,14 +47,14 @@ class LocalOp:
         return local_shape(self.call.results[output].shape, self.mesh, self.outputs[output], self.coordinate)
 
     def box(self, i: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The local shape of a tensor input, and where it begins in the whole."""
+        """The local shape of a tensor input, and where it begins in the full tensor."""
         return local_box(self.call.shape(i), self.mesh, self.inputs[i], self.coordinate)
 
     def result_box(self, output: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return local_box(self.call.results[output].shape, self.mesh, self.outputs[output], self.coordinate)
 
     def axes_sharding(self, i: int, *dims: int) -> tuple[int, ...]:
-        """The axes that cut one of these dims of a tensor input."""
+        """The axes that shard one of these dims of a tensor input."""
         return tuple(axis for axis, placement in enumerate(self.inputs[i]) if shard_dim(placement) in dims)
 
     def parts(self, shape: tuple[int, ...], placements: Placements) -> dict[int, Part]:

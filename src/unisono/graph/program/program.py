@@ -160,7 +160,7 @@ class Program:
 
     @torch.no_grad()
     def predict(self, inputs: Any) -> Any:
-        """The model's outputs for a global batch of inputs, whole, on every rank; in evaluation mode."""
+        """The model's outputs for a global batch of inputs, in full, on every rank; in evaluation mode."""
         form, leaves = self._form("predict", (inputs, None))
         outputs, _ = form(leaves)
         return pytree.tree_unflatten(outputs, form.lowered.trace.output_spec)
@@ -201,7 +201,7 @@ class Program:
         return list(self.shards.parameters.items())
 
     def state_dict(self, local: bool = False) -> dict[str, Any]:
-        """All that training goes on from: whole and by name, as a Trainer's, so that either can load it. Every rank
+        """All that training goes on from: full tensors by name, as a Trainer's, so that either can load it. Every rank
         calls it. local: this rank's shards only, without any communication."""
         if local:
             tensors = {**self.shards.parameters, **self.shards.buffers}
@@ -217,7 +217,7 @@ class Program:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state of the same model: whole, of any program or plan, or local, of this one."""
+        """Go on from a state of the same model: full, of any program or plan, or local, of this one."""
         if state.get("local"):
             for name, tensor in {**self.shards.parameters, **self.shards.buffers}.items():
                 shard = state["model"].get(name)

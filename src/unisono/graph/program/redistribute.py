@@ -1,4 +1,4 @@
-"""An edge: a tensor on its way from the op that made it to ops that want it laid out otherwise.
+"""An edge: a tensor on its way from the op that made it to ops that want it in another placement.
 
 Forward it moves this rank's part by the cheapest route (mesh/route.py); backward it moves the gradient. How gradients
 lie, axis by axis of the mesh:

@@ -54,7 +54,7 @@ def _factory(local_op: LocalOp, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _mean(local_op: LocalOp, tensor: torch.Tensor, *_: Any, **kwargs: Any) -> torch.Tensor:
-    """A rank's share of the mean: its sum over the number of elements of the whole."""
+    """A rank's share of the mean: its sum over the number of elements of the full tensor."""
     full = local_op.call.shape()
     dims = sorted(reduced_dims(local_op.call))
     count = torch.Size([full[dim] for dim in dims]).numel()

@@ -24,7 +24,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """How a parameter or buffer lies: whole in one part, or in several (an unpacked one) that follow along `dim`."""
+    """The placement of a parameter or buffer: as one part, or as several (an unpacked one) that follow along `dim`."""
 
     parts: tuple[ShardedSpec, ...]
     dim: int = 0
@@ -59,7 +59,7 @@ class ProgramShards:
             self.parameters[name] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
         for name, buffer in model.named_buffers():
             self.buffers[name] = self.shard(name, buffer.detach()).to(device)
-        self.optimized = dict(self.parameters)  # what the optimizer sees of each parameter, and how that lies
+        self.optimized = dict(self.parameters)  # what the optimizer sees of each parameter, and its placement
         self.optimized_specs = dict(self.specs)
 
     def shard(self, name: str, full: torch.Tensor) -> torch.Tensor:

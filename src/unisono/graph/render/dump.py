@@ -1,4 +1,4 @@
-"""The program on disk after each pass, a folder a rank: what came of the trace, of placement, of cutting, of moves."""
+"""The program on disk after each pass, a folder a rank: what came of the trace, of placement, of sharding, of moves."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def _mark(line: ListedOp, row: int, lane: int, text_at: int) -> Iterator[str]:
 
 
 def _badges(line: ListedOp) -> list[tuple[str, CollectiveStep]]:
-    """Forward and backward; of an op only what is said to others."""
+    """Forward and backward; of an op only what is communicated."""
     both = [
         *(("", collective) for collective in line.forward),
         *(("back: ", collective) for collective in line.backward),

@@ -58,7 +58,7 @@ class OpCall:
         raise KeyError(f"{self.node.target} has no argument {name!r}")
 
     def shape(self, tensor: str | int | fx.Node = 0) -> Shape:
-        """The (whole) shape of a tensor input, by its number or argument name."""
+        """The full shape of a tensor input, by its number or argument name."""
         if isinstance(tensor, str):
             tensor = self.names.index(tensor)
         node = self.tensors[tensor] if isinstance(tensor, int) else tensor

@@ -19,7 +19,7 @@ from unisono.mesh.placement import Placement
 
 
 def contraction(terms: Sequence[str], result: str) -> Iterator[tuple[list[Placement], Placement]]:
-    """The ways to cut a contraction: the tensors' placements and the result's. A letter may occur once a term."""
+    """The ways to shard a contraction: the tensors' placements and the result's. A letter may occur once a term."""
     for letter in dict.fromkeys("".join(terms)):
         if letter != "1":
             yield [_sharded(term, letter) for term in terms], _sharded(result, letter, SUM)

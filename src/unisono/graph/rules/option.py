@@ -43,7 +43,7 @@ class Option:
         return any(placement != REPLICATE for placement in (*self.inputs, *self.outputs))
 
     def gradient(self, i: int) -> Placement:
-        """How the gradient that the op gives for its i-th tensor input lies."""
+        """The placement of the gradient that the op gives for its i-th tensor input."""
         placement = self.inputs[i]
         if isinstance(placement, Shard):
             return placement

@@ -81,5 +81,5 @@ def along(call: OpCall) -> Iterator[Option]:
 
 @rule("aten.histc", "aten.bincount", "aten.nonzero", "aten.unique_dim", "aten.one_hot")
 def over_all(call: OpCall) -> Iterator[Option]:
-    """Mixes everything: only whole."""
+    """Mixes everything: only replicated."""
     yield from ()

@@ -39,7 +39,7 @@ def rule_of(target: Any) -> Rule | None:
 
 
 def options(node: fx.Node) -> list[Option]:
-    """The ways to run a node on one axis, the whole one first. An op without a rule has that one only.
+    """The ways to run a node on one axis, the replicated one first. An op without a rule has that one only.
 
     All options of a node that name a rewrite name the same one, which looks at the placements on all axes together.
     """

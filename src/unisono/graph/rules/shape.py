@@ -50,7 +50,7 @@ def view(call: OpCall) -> Iterator[Option]:
 
 
 def _with_more(option: Option, call: OpCall) -> Option:
-    """The option, with further tensors (a shape is taken from them) whole."""
+    """The option, with further tensors (a shape is taken from them) replicated."""
     return Option(option.inputs + (REPLICATE,) * (len(call.tensors) - 1), option.outputs, option.local)
 
 

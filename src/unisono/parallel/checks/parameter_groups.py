@@ -22,7 +22,7 @@ def require_same_groups(
     make: Callable[[Any], Optimizer],
     full: Mapping[str, torch.Tensor],
 ) -> None:
-    """UsageError where the optimizer gives a parameter it holds other options than it has among those of the whole."""
+    """UsageError where the optimizer gives a parameter it holds other options than it has in the full model."""
     meta = {name: _meta(tensor) for name, tensor in full.items()}
     try:
         expected = _options(make(list(meta.values())))

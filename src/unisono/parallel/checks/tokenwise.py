@@ -1,9 +1,9 @@
-"""Whether a model works token by token where cp and sp give a rank some of the tokens only. Tried, before ranks talk.
+"""Whether a model works token by token where cp and sp give a rank some of the tokens only. Tried beforehand.
 
 The model is run on two samples of the example, once on all tokens and once as a rank that holds every other token would
 run it; then again with the other half of the tokens, and with noise added to what enters the first block, so that a
 maximum or a median over tokens, which hangs on one of them, shows too. What that rank is given by others is taken from
-the first run: the outcome of attention under cp; under sp, what layers give that tp cuts by columns or by rows.
+the first run: the outcome of attention under cp; under sp, what layers give that tp shards by columns or by rows.
 Wherever tokens are looked at in another way (a convolution along the sequence, a shift, a mean, a norm over it), the
 second run parts from the first.
 
@@ -70,7 +70,7 @@ def require_tokenwise(
     model_loss: ModelLoss | None = None,
 ) -> None:
     """UsageError where the model mixes tokens that would be on several ranks. word: of the plan, "cp" or "sp"; styles:
-    how tp cuts its layers, between which sp shares out the tokens; model_loss: what the model does with its labels."""
+    how tp shards its layers, between which sp shards the tokens; model_loss: what the model does with its labels."""
     inputs, targets = example
     if model_loss is not None:
         targets = model_loss.labelled(example)

@@ -16,7 +16,7 @@ the outcome to the loss. `Context.expect` tells the two apart by a batch.
     context = context_parallelize(model, mesh, "ring")
     partial_loss = loss(model(inputs), context.cut_targets(targets))
 
-Each rank then has a part of the loss, and its gradients are a part of the whole, to be summed over "cp" as over the
+Each rank then has a part of the loss, and its gradients are a part of the full ones, to be summed over "cp" as over the
 data axis. Parameters before the blocks need no care: tokens of other ranks give them no gradient here.
 
 Of an encoder-decoder model the decoder's sequence is sharded. The encoder stands before these blocks: it runs on its
@@ -93,7 +93,7 @@ def context_parallelize(model: nn.Module, mesh: Mesh, kind: str = "ring") -> Con
 
 
 class Context:
-    """How the sequences of a model are spread; what `context_parallelize` returns."""
+    """How the sequences of a model are sharded; what `context_parallelize` returns."""
 
     def __init__(self, comm: Communicator, kind: str) -> None:
         self.comm = comm

@@ -1,4 +1,4 @@
-"""Attention to some of the keys, and how the parts make the whole.
+"""Attention to some of the keys, and how the parts are combined.
 
 Softmax over all keys needs all scores. But a part over the keys K_j gives an output O_j and the logarithm of its
 normaliser, L_j = log sum exp(scores), and any number of parts can be merged afterwards, exactly:

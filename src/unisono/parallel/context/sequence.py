@@ -1,12 +1,12 @@
 """Sequence parallelism: between tensor-parallel regions, activations are sharded along the sequence (dim 1).
 
-Plain tensor parallelism keeps everything outside its regions whole on every rank: norms, dropouts and residuals are
+Plain tensor parallelism keeps everything outside its regions full on every rank: norms, dropouts and residuals are
 computed, and their activations kept, tp times. They work token by token, so here every rank does its own tokens only:
 
     plain        norm(all tokens)   ->  copy        [ column .. row ]  all-reduce      ->  dropout(all tokens)
     sequence     norm(my tokens)    ->  all-gather  [ column .. row ]  reduce-scatter  ->  dropout(my tokens)
 
-A reduce-scatter and an all-gather are the two halves of an all-reduce: what is said stays the same, what is kept
+A reduce-scatter and an all-gather are the two halves of an all-reduce: what is sent stays the same, what is kept
 between regions is 1/tp. The model's blocks run this way: at the first one's entry hidden states are sharded, at the
 last one's exit they are gathered. Replicated parameters in between (norms, biases of row layers) see each rank's tokens
 only, so their gradients are summed along "tp", as their layouts record.
@@ -146,7 +146,7 @@ class SequenceRegion(Region):
     def _shards_of(self, mine: int) -> list[int]:
         """All ranks' shards of the sequence of which this rank's one is so long.
 
-        A stage of a pipeline that does not have the first block has not seen the whole: there the ranks ask each other.
+        A stage of a pipeline that does not have the first block has not seen it in full: there ranks exchange lengths.
         """
         if self.length is None:
             if self._outside_blocks is not None:
@@ -432,7 +432,7 @@ def _require_sound(block_name: str, block: nn.Module, styles: Styles, full: Sequ
         if isinstance(module, nn.MultiheadAttention) and not module.batch_first:
             raise UsageError(f"{inner_name} has the sequence in dim 0; sequence parallelism needs batch_first=True")
         if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-            continue  # nn.MultiheadAttention's own, cut with it
+            continue  # nn.MultiheadAttention's own, sharded with it
         if style is None and (is_linear(module) or isinstance(module, _TOKEN_MIXERS)):
             raise UsageError(
                 f"sequence parallelism would give {inner_name} a shard of the sequence, as no rule cuts it; if it "

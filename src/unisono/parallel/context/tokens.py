@@ -4,7 +4,7 @@
     Tokens.zigzag(8, 2)          rank 0: 0 1 6 7      rank 1: 2 3 4 5
 
 Under a causal mask a token looks at all tokens before it, so consecutive shards would leave the first rank idle while
-the last one works. The zigzag cuts the sequence into twice as many chunks as there are ranks and gives rank r the
+the last one works. The zigzag splits the sequence into twice as many chunks as there are ranks and gives rank r the
 chunks r and 2P-1-r: an early and a late one, together as much work on every rank.
 
 Any length goes: chunks differ by one token at most, and may be empty.
@@ -107,7 +107,7 @@ class Tokens:
 def require_fit(
     kind: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tokens: Tokens, rank: int, ranks: int
 ) -> None:
-    """Whether these can be a rank's queries, keys and values in an attention over spread tokens."""
+    """Whether these can be a rank's queries, keys and values in an attention over sharded tokens."""
     if q.dim() != 4 or k.shape[:3] != v.shape[:3] or q.shape[-1] != k.shape[-1] or q.shape[0] != k.shape[0]:
         raise UsageError(
             f"{kind} attention of q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; expected "

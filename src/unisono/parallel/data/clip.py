@@ -2,7 +2,7 @@
 
 A shard may be on several ranks: on all replicas, or on the tensor-parallel ranks that replicate a parameter. Of
 those, one counts it: the first along each axis that does not shard the parameter. So one message over the whole mesh
-gives the norm, whichever strategies cut what. Pipeline stages hold different parameters; one that is tied between
+gives the norm, whichever strategies shard what. Pipeline stages hold different parameters; one that is tied between
 stages is named in `uncounted` on all but one of them.
 """
 
@@ -49,7 +49,7 @@ def gradient_norm(
         return comm.all_reduce(total.to(comm.device), "max") if comm.size > 1 else total
     total = stacked.pow(norm_type).sum()
     if comm.size > 1:
-        total = comm.all_reduce(total.to(comm.device))  # gradients may be in host memory, and the ranks talk by NCCL
+        total = comm.all_reduce(total.to(comm.device))  # gradients may be in host memory, and comm may be NCCL
     return total.pow(1.0 / norm_type)
 
 

@@ -37,7 +37,7 @@ def sum_gradients(model: nn.Module, mesh: Mesh) -> None:
 class FlaggedBucket(Bucket):
     """Its message ends with a number for each parameter: how many ranks have a gradient for it.
 
-    So a gradient of zeros is told from none, which an optimizer passes over, without a message of its own.
+    So a gradient of zeros is distinguished from none, which an optimizer passes over, without a message of its own.
     """
 
     @property

@@ -17,7 +17,7 @@ What depends on the full batch stays so under any plan:
 - the auxiliary loss, experts * sum_e (fraction of visits to e) * (mean probability of e), takes fraction and mean over
   the global batch; `aux_loss` is this rank's part, and the parts of all ranks add up to it.
 
-Experts of Hugging Face models are spread the same way (`stacked_experts`): their own forward runs on visits that came.
+Experts of Hugging Face models are sharded the same way (`stacked_experts`): their own forward runs on visits that came.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class MoE(nn.Module):
         return (position * wants).sum(-1) < capacity
 
     def run_experts(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """Each expert that this rank holds on its own rows, which lie one expert after the other."""
+        """Each expert that this rank holds on its own rows, which are stored one expert after the other."""
         shards = [self.run_expert(number, shard) for number, shard in enumerate(rows.split(counts))]
         return torch.cat(shards)
 

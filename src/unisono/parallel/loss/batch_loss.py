@@ -3,7 +3,7 @@
     trainer = uni.parallelize(model, plan, loss=uni.BatchLoss(contrastive), ...)
 
 Such a loss is not a sum over samples, so every data rank must see all of them: the outputs are gathered from all ranks,
-and each rank evaluates the whole loss L. With N ranks each contributes L / N, and the gradient of the gather sums what
+and each rank evaluates the full loss L. With N ranks each contributes L / N, and the gradient of the gather sums what
 all ranks have for a rank's own samples:
 
     sum over ranks of d(L / N)/d(outputs of rank r)  =  dL/d(outputs of rank r)

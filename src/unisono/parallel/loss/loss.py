@@ -178,8 +178,8 @@ class GlobalLoss:
         return self._totals is not None and full.agrees(self._totals())
 
     def settle(self) -> None:
-        """Hear what was counted in the last step, before anything is made of it. All ranks are told the same: how many
-        of them could count the whole, and what was counted in fact."""
+        """Hear what was counted in the last step, before anything is made of it. All ranks get the same: how many
+        of them could count the full batch, and what was counted in fact."""
         reported, self._reported = self._reported, None
         if reported is None:
             return
@@ -312,7 +312,7 @@ class GlobalLoss:
         return self._evaluated(outputs, targets), parts
 
     def _prove(self, outputs: Any, targets: Any) -> None:
-        """That the loss of the whole is the sum of partial losses of two halves, less what both have without samples,
+        """That the batch's loss is the sum of partial losses of two halves, less what both have without samples,
         on this very batch. Outputs without samples take other values: a term that is 0 by chance must not hide."""
         outputs = self._with_free_outputs_moved(tree_map(_detached_from, outputs))
         made = tree_leaves(outputs)

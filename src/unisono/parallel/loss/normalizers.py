@@ -3,7 +3,7 @@
 A loss takes means over what it counts: samples, tokens that are not ignored, weights of classes. Where the batch is
 split into parts, the mean over the full batch is
 
-    sum over parts of (the part's sum / the count of the whole)
+    sum over parts of (the part's sum / the global count)
 
 so every part divides its own *sum* by the *global* count, and the parts' losses add up. `LossNormalizer` is a mode
 under which torch's own means do so. It sees, in the order of the calls:
@@ -149,7 +149,7 @@ class LossNormalizer(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _divided(self, part: torch.Tensor, count: Count, floor: float | None = None) -> torch.Tensor:
-        """The part's share of a mean: its sum by the count of the whole."""
+        """The part's share of a mean: its sum by the global count."""
         number = len(self.counts)
         self.counts.append(count)
         divisor = count
@@ -231,7 +231,7 @@ def _passed_on(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
     if func in _FLOORS and only.is_sum and not args[0].requires_grad:
         floor = kwargs.get("min", args[1] if len(args) > 1 else None)
         if isinstance(floor, int | float) and len(args) + len(kwargs) == 2:
-            # The floor holds for the count of the whole: a part may well count less.
+            # The floor holds for the global count: a part may well count less.
             counted = args[0].clone()
             counted._unisono_mark = replace(only, floor=float(floor))
             return counted

@@ -39,7 +39,7 @@ class TensorForm:
 
 @dataclass(frozen=True)
 class MessageForm:
-    """How a message lies among the arguments of the block that it is for."""
+    """The positions of a message's tensors among the arguments of the block that it is for."""
 
     tensors: tuple[TensorForm, ...]
     positions: tuple[

@@ -1,6 +1,6 @@
 """The parameter usage of a model: which parameters and buffers each of its segments uses.
 
-The blocks cut a forward pass into segments: segment i runs from the entry of block i to the entry of block i+1, so
+The blocks split a forward pass into segments: segment i runs from the entry of block i to the entry of block i+1, so
 that whatever the model does between two blocks belongs to the one before. What it does before block 0 (embeddings)
 counts to segment 0, and what it does after the last block (norm, head, ...) to the last segment.
 

@@ -1,6 +1,6 @@
 """A rehearsal: all stages of a pipeline run on one rank, without values, before any ranks communicate.
 
-A stage that finds a model impossible to cut is one rank's stage; the others would wait for its message. So every rank
+A stage that finds a model impossible to split is one rank's stage; the others would wait for its message. So every rank
 first plays all of them, on torch's "meta" device, where tensors have shapes and no numbers, and all refuse alike. A
 model that needs numbers is played with a copy of its own, if it is small; else the first step tells.
 """

@@ -173,7 +173,7 @@ class Reads(Calls):
     """Of a full forward: the labels that are read in later segments than they were made in."""
 
     def __init__(self, flow: Dependence, touched: Callable[[StorageWeakRef], None]) -> None:
-        """`flow`: what depends on parameters. `touched` is told of memory whose values are read."""
+        """`flow`: what depends on parameters. `touched` is called with memory whose values are read."""
         super().__init__(frozenset())
         self.segment = 0
         self._flow, self._touched = flow, touched

@@ -1,4 +1,4 @@
-"""Marks instead of a plan: what the user said of some tensors and modules, and the plan that follows from it.
+"""Marks instead of a plan: placements of some tensors and modules, and the plan that follows from it.
 
     uni.mark(model, "linear1.weight", mesh, [uni.Shard(0)])        # the other layers follow
     uni.mark(model, "linear3", mesh.at(pp=1))                      # a pipeline's second stage
@@ -94,7 +94,7 @@ def require_example(example: Any) -> None:
 def plan_of_marks(
     model: nn.Module, mesh: Mesh, loss: Loss, example: tuple[Any, Any]
 ) -> tuple[Plan, dict[str, str] | None]:
-    """The plan, and the rules by which tp cuts, that follow from a model's marks on a mesh."""
+    """The plan, and the rules by which tp shards, that follow from a model's marks on a mesh."""
     stages = stages_on(model, mesh, example[0])
     roles: dict[str, str] = {}
     starts: tuple[int, ...] = ()

@@ -126,8 +126,8 @@ def to_static(
     torch.manual_seed(seed). example: a global batch (inputs, targets), of which only shapes and dtypes count. search:
     how placements are found that no mark gives: "propagate", "dynamic" or "exact"; `assignment` gives all of them.
     memory: bytes that a rank may hold of parameters, gradients, two states of an optimizer and what the backward needs,
-    for "dynamic" and "exact". unpack: cut the parts of fused projections (queries, keys and values in one weight) each
-    by itself. zero: what the ranks of the axis dp share out: 1 optimizer state, 2 gradients too, 3 parameters too.
+    for "dynamic" and "exact". unpack: shard the parts of fused projections (queries, keys and values in one weight)
+    each by itself. zero: what the ranks of the axis dp share out: 1 optimizer state, 2 gradients too, 3 parameters too.
     save_graphs: a folder for the program of every rank after each pass. clip: the largest norm of the gradients.
 
     Where modules are marked as the first of a stage (`uni.mark(model, "layers.6", mesh.at(pp=1))`), the program is a

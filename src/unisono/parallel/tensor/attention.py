@@ -200,7 +200,7 @@ class ParallelMultiheadAttention(nn.Module):
     def from_attention(
         cls, attention: nn.MultiheadAttention, region: Region, shards: ParameterSharder | None = None
     ) -> ParallelMultiheadAttention:
-        """The same attention, cut."""
+        """The same attention, sharded."""
         ranks, rank = region.comm.size, region.comm.rank
         require_plain("nn.MultiheadAttention", attention, ranks)
         layer = cls.__new__(cls)

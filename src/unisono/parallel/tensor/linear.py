@@ -212,7 +212,7 @@ class RowParallelLinear(_ParallelLinear):
         shards: ParameterSharder | None = None,
         is_inside: bool = False,
     ) -> RowParallelLinear:
-        """The same layer, cut. is_inside: every rank uses the output with its own part of the features, so that the
+        """The same layer, sharded. is_inside: every rank uses the output with its own part of the features, so that the
         output's gradients are summed as well."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)

@@ -187,7 +187,7 @@ def _reshaped(
 
 
 def _spares_last(index: Any, dims: int) -> bool:
-    """Whether an index leaves the last dim whole and in its place."""
+    """Whether an index leaves the last dim as it is."""
     words = index if isinstance(index, tuple) else (index,)
     if any(word is None or not isinstance(word, int | slice | type(Ellipsis)) for word in words):
         return False

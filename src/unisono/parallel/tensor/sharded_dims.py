@@ -1,4 +1,4 @@
-"""Which dim of each parameter tensor parallelism cuts: what the planner counts with, and a program is marked by."""
+"""Which dim of each parameter tensor parallelism shards: what the planner counts with, and a program is marked by."""
 
 from __future__ import annotations
 

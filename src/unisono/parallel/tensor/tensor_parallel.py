@@ -120,7 +120,7 @@ def _is_sharded(model: nn.Module, name: str) -> bool:
 @contextlib.contextmanager
 def deriving_once() -> Iterator[None]:
     """In the block, in which nobody changes a model but to shard it, what its modules show is found once: each that
-    checks the model asks for it, and so does what cuts it."""
+    checks the model asks for it, and so does what shards it."""
     global _known
     before, _known = _known, {} if _known is None else _known
     try:
@@ -457,7 +457,7 @@ def _shard_parameter(name: str, modules: dict[str, nn.Module], style: Style, sha
 
 
 def _sum_experts(module: nn.Module, region: Region) -> None:
-    """Every rank has a slice of every expert: tokens and their weights come in whole, and the outputs are summed."""
+    """Every rank has a slice of every expert: tokens and their weights come in full, and the outputs are summed."""
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(map(region.enter_tokens, args)), {key: region.enter_tokens(value) for key, value in kwargs.items()}

@@ -32,7 +32,7 @@ def assigned_by_row(shape: torch.Size, load: list[int]) -> Held:
     """Every rank gets about as many rows; where it does not divide, those with the least load so far get one more."""
     ranks = len(load)
     if not shape:
-        return (range(1),) * ranks  # a single number is not worth a cut: all own it
+        return (range(1),) * ranks  # a single number is not worth sharding: all own it
     small, extra = divmod(shape[0], ranks)
     favoured = set(sorted(range(ranks), key=lambda rank: load[rank])[:extra])
     held, first = [], 0
@@ -45,7 +45,7 @@ def assigned_by_row(shape: torch.Size, load: list[int]) -> Held:
 
 
 def assigned_in_full(shape: torch.Size, load: list[int]) -> Held:
-    """The rank with the least load so far gets the whole: for optimizers that look at a parameter as a whole."""
+    """The rank with the least load so far gets it in full: for optimizers that need full parameters."""
     if not shape:
         return (range(1),) * len(load)
     owner = load.index(min(load))

@@ -10,7 +10,7 @@ Units are the children of the model's outermost lists (nn.Sequential, and nn.Mod
 modules; what is not in one, or in several, belongs to the root, which works as long as the full model does.
 
 In a pipeline units are the rank's own blocks. The model never runs as a whole there, so what is outside the blocks is
-whole while a stage that uses it is `at_work` on a microbatch.
+gathered while a stage that uses it is `at_work` on a microbatch.
 
 Note: ranks that take different ways. Gathering is collective, but a rank whose samples all leave a branch out never
 calls the modules in it. So in the first step ranks announce the unit that they need next, and all gather the first of
@@ -94,7 +94,7 @@ class Unit:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Make the parameters whole."""
+        """Gather the full parameters."""
         if self.is_full:
             return
         self.start_gather()

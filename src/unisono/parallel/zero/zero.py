@@ -17,8 +17,8 @@ parameters only where they are used (units.py). In a pipeline a backward is that
 With `shard=M` a group of M data ranks holds one copy of everything, and there are N / M such groups (HSDP): the
 reduce-scatter and the all-gathers stay within a group, and each rank's sum is then summed over the groups.
 
-An optimizer that treats every element alone (SGD, Adam, ...) does to rows exactly what it would do to the whole. Others
-(Muon, Adafactor, ...) get full parameters, distributed to the ranks (mesh/optimizers.py).
+An optimizer that treats every element alone (SGD, Adam, ...) does to rows exactly what it would do to full parameters.
+Others (Muon, Adafactor, ...) get full parameters, distributed to the ranks (mesh/optimizers.py).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from unisono.parallel.zero.shards import ShardBucket, ZeroShard, assigned_by_row
 from unisono.parallel.zero.units import Units
 from unisono.plan.plan import COPIES
 
-_MESSAGES = 2  # of gradients that may be on their way while the next is filled, where gradients are spread
+_MESSAGES = 2  # of gradients that may be on their way while the next is filled, where gradients are sharded
 
 
 class ShardedOptimizer(Reducer[ShardBucket]):
@@ -133,7 +133,7 @@ class ShardedOptimizer(Reducer[ShardBucket]):
         head_split = assigned_by_row if self._is_elementwise else assigned_in_full
         shards = []
         for name, parameter in zip(names, parameters, strict=True):
-            # All ranks of a pipeline that hold a parameter cut it alike, whatever else they hold.
+            # All ranks of a pipeline that hold a parameter shard it alike, whatever else they hold.
             held = head_split(parameter.shape, [0] * comm.size if name in self._tied else load)
             shards.append(ZeroShard(name, parameter, held, axes, comm.rank))
         self.shards.update({shard.name: shard for shard in shards})

@@ -1,6 +1,6 @@
 """What collectives take: alpha-beta, for a group of ranks that may cross nodes.
 
-A ring of n ranks passes n-1 pieces of 1/n of the bytes, so with latency a and bandwidth b
+A ring of n ranks passes n-1 chunks of 1/n of the bytes, so with latency a and bandwidth b
 
     all-gather, reduce-scatter      (n-1) a + (n-1)/n bytes / b        all-reduce     twice that
     all-to-all                      (n-1) a + (n-1)/n bytes / b        send           a + bytes / b
@@ -21,7 +21,7 @@ from unisono.plan.plan import AXES, Plan
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that talk: how many, and how."""
+    """Ranks that communicate: how many, and how."""
 
     ranks: int
     bandwidth: float
@@ -34,11 +34,11 @@ class Group:
         return self._seconds("all_reduce", size, 2.0)
 
     def all_gather(self, size: float) -> float:
-        """`size`: of the whole that each rank has afterwards."""
+        """`size`: of the full tensor that each rank has afterwards."""
         return self._seconds("all_gather", size, 1.0)
 
     def reduce_scatter(self, size: float) -> float:
-        """`size`: of the whole that each rank gives."""
+        """`size`: of the full tensor that each rank gives."""
         return self._seconds("reduce_scatter", size, 1.0)
 
     def all_to_all(self, size: float) -> float:

@@ -65,7 +65,7 @@ class Footprint:
 
 
 def local_shape(weight: Weight, plan: Plan) -> tuple[int, ...]:
-    """The largest piece of a parameter on a rank, before ZeRO."""
+    """The largest shard of a parameter on a rank, before ZeRO."""
     shape = list(weight.shape)
     if weight.tp_dim is not None:
         shape[weight.tp_dim] = ceil(shape[weight.tp_dim] / plan.tp)
@@ -75,7 +75,7 @@ def local_shape(weight: Weight, plan: Plan) -> tuple[int, ...]:
 
 
 def local_elements(weights: Sequence[Weight], plan: Plan) -> int:
-    """Of the largest pieces on a rank, before ZeRO; each name counts once."""
+    """Of the largest shards on a rank, before ZeRO; each name counts once."""
     return sum(prod(local_shape(weight, plan)) for weight in {weight.name: weight for weight in weights}.values())
 
 
@@ -176,7 +176,7 @@ def _held_by_op(segment: Segment, work: OpCost, setting: Setting) -> float:
     )
     copies = 0.0
     if setting.tp > 1 and work.role in ("column", "gather", "row"):
-        # With sp a gradient is whole here, and in another order of its dims for the message; else where a region
+        # With sp a gradient is full here, and in another order of its dims for the message; else where a region
         # begins its sum is made in a copy.
         shares_sequence = setting.sequence and segment.in_blocks
         copies = 2.0 if shares_sequence else 0.0 if work.role == "row" else 1.0
@@ -252,7 +252,7 @@ class MemoryModel:
         return max(peaks, key=lambda each: each.total)
 
     def _backward(self, plan: Plan, setting: Setting) -> list[Moment]:
-        """Of the whole model, from its end: what comes after the blocks, of each kind of blocks the last, the first
+        """Of the full model, from its end: what comes after the blocks, of each kind of blocks the last, the first
         block, and what comes before."""
         if setting not in self._moments:
             segments = self.profile.segments
@@ -291,7 +291,7 @@ class MemoryModel:
         unit, root = self._largest_unit * self.profile.gradient_itemsize / plan.tp, self._root(plan)
         if is_first:
             return arrived, root + max(unit, root)
-        # Two units are whole, or on their way to be; one has gradients; of those before it up to two are under way.
+        # Two units are gathered, or being gathered; one has gradients; of those before it up to two are under way.
         return arrived, 2 * root + 3 * unit + min(2 * unit, max(sent - root, 0.0))
 
     def _state(self, plan: Plan, stages: Stages, rank: int) -> State:
@@ -354,7 +354,7 @@ class MemoryModel:
         return max((block.numel for block in self.profile.blocks), default=0)
 
     def _root(self, plan: Plan) -> float:
-        """What is outside the blocks is whole as long as the model works."""
+        """What is outside the blocks is gathered as long as the model works."""
         both = {w.name: w for end in (self.profile.before, self.profile.after) for w in end.weights}
         return state_of(list(both.values()), plan).elements * float(self.profile.gradient_itemsize)
 

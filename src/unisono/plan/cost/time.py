@@ -28,7 +28,7 @@ from unisono.plan.schedules.schedule import SPLIT, schedule
 from unisono.plan.schedules.timeline import Costs, timeline
 
 # Of small ops, forward and backward: of a ring's visit, where parts of queries and keys are taken and outcomes merged;
-# and of Ulysses, where heads are cut, put into messages and out of them. Views count half.
+# and of Ulysses, where heads are split, put into messages and out of them. Views count half.
 _CALLS_A_VISIT = (33, 46)
 _CALLS_OF_ULYSSES = (40, 42)
 _PLAIN_CALL = 0.65  # of an op's overhead on CPUs, which is that of modules and autograd: a ring has neither inside
@@ -146,7 +146,7 @@ class TimeModel:
         return StageCost(taken, taken * (1 + again))
 
     def _copying(self, segment: Segment, setting: Setting, each: float) -> tuple[float, float]:
-        """Messages are copies. Those along the sequence lie in another order of dims, before and after."""
+        """Messages are copies. Those along the sequence have another order of dims, before and after."""
         if setting.sequence and segment.in_blocks:
             crossing = 2 * each * (sum(segment.enters) + sum(segment.leaves)) * (1 + 1 / setting.tp) / self._row_rate
             return crossing, crossing
@@ -237,7 +237,7 @@ class TimeModel:
 
     def _adding(self, plan: Plan, counted: tuple[tuple[Segment, int], ...]) -> float:
         """What each microbatch takes, on average, to add its gradients to those of the ones before: an op a parameter,
-        which reads two and writes one. From its second stage on ZeRO keeps pieces only."""
+        which reads two and writes one. From its second stage on ZeRO keeps shards only."""
         if plan.microbatches == 1 or plan.zero >= 2:
             return 0.0
         size = sum(segment.numel * count for segment, count in counted) * self.profile.gradient_itemsize / plan.tp

@@ -27,7 +27,7 @@ class Subject:
     name: str
     batch: int  # samples of a step
     rows: int  # samples of the traced example
-    weights: Mapping[str, Weight]  # parameters by name, with the dims that tp cuts
+    weights: Mapping[str, Weight]  # parameters by name, with the dims that tp shards
     blocks: str  # path of the list of blocks
     names: tuple[str, ...]  # of the blocks themselves, where no list holds them
     count: int  # of blocks
@@ -186,7 +186,7 @@ class _Reader:
         return replace(work, saved=saved, core_saved=kept, is_core=True, moved=moved, calls=calls, kind=kind)
 
     def _cross_entropy(self, op: Op, work: OpCost, is_from_sharded: bool) -> OpCost:
-        """A log-softmax, which is kept, and a choice, whose gradient is as large. Where the vocabulary is cut,
+        """A log-softmax, which is kept, and a choice, whose gradient is as large. Where the vocabulary is sharded,
         exponentials in float32 are kept, and a gradient in float32 comes before that of the logits."""
         logits = self._spec(op.inputs[0])
         work = replace(work, temporary=self._sample_bytes(logits))

@@ -1,6 +1,6 @@
 """An action: the smallest thing that a rank of a pipeline does.
 
-A model is cut into *stages*, numbered along the forward pass, and a batch into *microbatches*. Each rank holds one or
+A model is split into *stages*, numbered along the forward pass, and a batch into *microbatches*. Each rank holds one or
 more stages. What can be done to one microbatch at one stage:
 
     F         forward

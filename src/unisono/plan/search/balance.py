@@ -1,7 +1,7 @@
-"""Where to cut a row of blocks into stages.
+"""Where to split a row of blocks into stages.
 
 Given the cost c_i of each block, choose the first block of each stage so that the costliest stage, which sets the
-pace of the whole pipeline, costs as little as possible; of the cuts that agree in that, take the most even one:
+pace of the full pipeline, costs as little as possible; of the splits that agree in that, take the most even one:
 
     minimise   max_s C_s,   then   sum_s C_s^2,      C_s = sum of c_i over the blocks of stage s, none of them empty
 

@@ -5,7 +5,7 @@
                 dp tp pp cp = devices               (TimeModel, MemoryModel, `Search.shapes`)
                 the model and the job allow it      (`allows`, given by the caller)
 
-The space is walked whole, but for what cannot win: within one shape, recomputation only adds time, so the least of it
+The full space is searched, but for what cannot win: within one shape, recomputation only adds time, so the least of it
 that fits is taken; ZeRO 2 and 3 add messages to ZeRO 1, so they are tried where 1 does not fit. A plan costs some
 microseconds, because segments are weighed once for each setting and schedules have closed forms. The best are then
 played action by action, and ranked by that.
@@ -173,7 +173,7 @@ class Search:
         return self.memory.footprint(plan, self.partitioner.evened(plan)).total
 
     def stages(self, plan: Plan) -> Stages:
-        """Where the pipeline is cut, as the plan will run."""
+        """Where the pipeline is split, as the plan will run."""
         return self.partitioner.as_run(plan)
 
     def allowed(self, plans: list[Plan]) -> list[Plan]:

@@ -94,7 +94,7 @@ def task(size: Size, ranks: int) -> Task:
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters)
 
-    return Task(lambda: _Model(size), loss, optimizer, batch, rules={})  # none are searched for: nothing is cut
+    return Task(lambda: _Model(size), loss, optimizer, batch, rules={})  # none are searched for: nothing is sharded
 
 
 class Calibration(NamedTuple):

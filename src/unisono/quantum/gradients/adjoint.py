@@ -21,7 +21,7 @@ Gradients = tuple[np.ndarray, np.ndarray]  # of the weights, of the features
 def gradients(
     program: QuantumProgram, state: State, costate: State, weights: Any = (), features: Any = ()
 ) -> Gradients:
-    """This rank's share of the gradients; their sum over the ranks of the state is the whole.
+    """This rank's share of the gradients; their sum over the ranks of the state is the full gradient.
 
     `state` is what the program ended in. Both states are walked back to where the program began, and are spent."""
     if any(not isinstance(step, LocalOperations | LocalExchange) for step in program.steps):

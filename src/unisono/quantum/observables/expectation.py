@@ -1,4 +1,4 @@
-"""Expectation values of observables on a spread state.
+"""Expectation values of observables on a sharded state.
 
 A Pauli string P maps amplitude i to i ^ x with the sign (-1)^(i & z) and a power of i; x and z are masks of its Paulis.
 Strings with the same x share the products conj(psi[i ^ x]) psi[i]; their signed sums are computed together

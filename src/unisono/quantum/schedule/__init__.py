@@ -5,7 +5,7 @@ Read in this order:
     step             the steps: pure data
     schedule         Schedule.of(circuit, ranks), the algorithm as a whole
     logical_qubits   SWAPs become renamings; identities and barriers are removed
-    partition        operations cut into segments that mix few qubits
+    partition        operations partitioned into segments that mix few qubits
     paging           which qubits are local in each segment (Belady's rule)
     postpone         operations moved past an exchange, where they fill sweeps
     sweeps           the cost model in sweeps over memory; tiles of one rank

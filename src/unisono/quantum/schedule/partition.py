@@ -1,9 +1,9 @@
-"""The one algorithm of the scheduler: cut operations into segments, each of which mixes few wires.
+"""The one algorithm of the scheduler: partition operations into segments, each of which mixes few wires.
 
-The same cut serves every level: wires that fit a node, wires that fit a rank, axes that fit a cache. A segment is grown
-in program order (or, from the end, against it): an operation joins when nothing it must follow is left out and its
-mixed wires fit beside those taken already. Operations that commute with what is left out overtake it; so a cut is
-delayed as long as any operation can go first.
+The same partition serves every level: wires that fit a node, wires that fit a rank, axes that fit a cache. A segment is
+grown in program order (or, from the end, against it): an operation joins when nothing it must follow is left out and
+its mixed wires fit beside those taken already. Operations that commute with what is left out overtake it; so
+the end of a segment is delayed as long as any operation can go first.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Steps for a state whose first `held` positions are spread over ranks (step.py says what a position is).
+    """Steps for a state whose first `held` positions are global qubits (step.py says what a position is).
 
     `start[p]` is the wire at position p before the first step, `finish[p]` after the last. `prepare[w]` are constant
     gates on wire w alone that make the product state that the first step begins with."""
@@ -48,7 +48,7 @@ class Schedule:
     finish: tuple[int, ...]
     steps: tuple[Step, ...]
     prepare: tuple[tuple[Operation, ...], ...]
-    in_order: int = 0  # exchanges of the circuit in program order, a gate that mixes a held wire costing one
+    in_order: int = 0  # exchanges of the circuit in program order, a gate that mixes a global qubit costing one
     weights: int = 0  # how many of them the circuit reads
     features: int = 0
 
@@ -113,7 +113,7 @@ Piece = tuple[tuple[int, ...], Sequence[Operation]]  # the number of the segment
 
 
 def _levels(operations: Sequence[Operation], wires: int, outer: int, held: int) -> tuple[list[Tier], list[Piece]]:
-    """The same cut at each level: what fits a node, and within that what fits a rank."""
+    """The same partition at each level: what fits a node, and within that what fits a rank."""
     if not held:
         return [], [((), operations)]
     flat = outer in (0, held)

@@ -57,7 +57,7 @@ def cost(steps: Iterable[Step], wires: int, held: int, sweep: Sweep = SWEEP) -> 
 def tiles(
     operations: Sequence[Operation], capacity: int, bundle: Iterable[int] = (), free: Iterable[int] = ()
 ) -> list[Tile]:
-    """One rank's operations, on its axes, cut into sweeps that mix at most `capacity` axes each; those of `bundle` all
-    together or not at all, and those that are `free` besides."""
+    """One rank's operations, on its axes, partitioned into sweeps that mix at most `capacity` axes each; those of
+    `bundle` all together or not at all, and those that are `free` besides."""
     pieces = cluster(operations, capacity, bundle=frozenset(bundle), free=frozenset(free))
     return [Tile(tuple(sorted(piece.active)), tuple(piece.operations)) for piece in pieces]

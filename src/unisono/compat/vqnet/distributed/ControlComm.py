@@ -21,7 +21,7 @@ from unisono.parallel.layout import layout_of
 
 
 class CommController:
-    """All ranks of the job; `backend` is what they really talk over, `comm` unisono's own communicator.
+    """All ranks of the job; `backend` is the one that they really use, `comm` unisono's own communicator.
 
     "mpi" and "nccl" are wishes (see `joining`). Reductions are in place; c_op is avg, sum, max, min or any other of
     `Communicator.all_reduce`. In a group, `root` is a rank of the group.

@@ -56,7 +56,7 @@ def _require_places(kind: str, places: tuple[int, ...]) -> None:
 
 
 class DistributeQMachine(Module):
-    """`num_wires` qubits whose state is spread over all ranks; every rank records the same gates on the same batch.
+    """`num_wires` qubits whose state is sharded over all ranks; every rank records the same gates on the same batch.
 
     How many qubits ranks share follows from how many ranks run, whatever `set_qr_config` says: results do not depend on
     it.

@@ -1,4 +1,4 @@
-"""A quantum model whose state is spread over ranks, as a layer of a network."""
+"""A quantum model whose state is sharded over ranks, as a layer of a network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["DistQuantumLayerAdjoint", "DistributeQMachine"]
 class DistQuantumLayerAdjoint(Module):
     """The module that is given, with gradients by the adjoint method, of its parameters and of its inputs.
 
-    Every rank calls it with the same batch and gets the whole output and the whole gradients. All ranks start from
+    Every rank calls it with the same batch and gets the full output and the full gradients. All ranks start from
     rank 0's parameters.
     """
 

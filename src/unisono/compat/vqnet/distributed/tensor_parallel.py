@@ -18,10 +18,10 @@ from unisono.parallel.tensor import linear
 
 
 class ColumnParallelLinear(Module, linear.ColumnParallelLinear):
-    """Y = X A + b of which each rank has some columns of A: X is whole on all ranks, Y is this rank's piece.
+    """Y = X A + b of which each rank has some columns of A: X is full on all ranks, Y is this rank's shard.
 
     A starts normal with deviation 1/sqrt(input_size), b as zeros, unless initializers fill them: they are given the
-    whole shapes, (input_size, output_size) and (output_size,). Ranks take pieces of what rank 0 has drawn.
+    full shapes, (input_size, output_size) and (output_size,). Ranks take shards of what rank 0 has drawn.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class ColumnParallelLinear(Module, linear.ColumnParallelLinear):
 
 
 class RowParallelLinear(Module, linear.RowParallelLinear):
-    """Y = X A + b of which each rank has some rows of A: Y is whole on all ranks.
+    """Y = X A + b of which each rank has some rows of A: Y is full on all ranks.
 
-    X is this rank's piece, as ColumnParallelLinear gives it, or whole: its width tells. Otherwise as there.
+    X is this rank's shard, as ColumnParallelLinear gives it, or full: its width tells. Otherwise as there.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ _KEYS = {
 
 
 class ZeroModelInitial(Module):
-    """A model whose optimizer state (stage 1), gradients (2) and parameters (3) are spread over all ranks.
+    """A model whose optimizer state (stage 1), gradients (2) and parameters (3) are sharded over all ranks.
 
         model = ZeroModelInitial(args, model, optimizer)
         loss = criterion(labels, model(data)); model.backward(loss); model.step()
