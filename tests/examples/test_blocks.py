@@ -71,7 +71,7 @@ def test_what_make_does_is_run() -> None:
         "python tools/imports.py",
         "python -m",
     ]
-    assert (ROOT / ".ci" / "run").read_text().endswith("\nmake test\n")
+    assert (ROOT / ".ci" / "run").read_text().endswith("\nmake test-all\n")
 
 
 def made_by(target: str) -> list[str]:
