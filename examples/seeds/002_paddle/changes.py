@@ -239,7 +239,7 @@ more: a third of a step.
 
 MEMORY = """\
 gpt3_with_dropout: activations of one sample in bfloat16, on one device
-plan                         a layer   96 layers   kept by unisono  says in a layer                 again
+plan                         a layer   96 layers   kept by unisono  collectives of a layer          again
 one device                   2736 MiB  256.50 GiB  2736 MiB         -                               -
 tp=8                         552 MiB   51.75 GiB   552 MiB          2 all_reduce                    -
 tp=8,sp                      342 MiB   32.06 GiB   426 MiB          2 all_gather, 2 reduce_scatter  -
