@@ -54,13 +54,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_out_thorough(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked thorough run where --all or their own name asks for them."""
+    """See thorough.py. With --all, and where tests are asked for by name, all run."""
+    from tests.thorough import left_out, unknown
+
+    if config.args == config.getini("testpaths") and (names := unknown(items)):
+        raise pytest.UsageError(f"tests/thorough.py names {', '.join(names)}, which are no tests")
     if config.option.all or any("::" in argument for argument in config.args):
         return
-    left_out = [item for item in items if item.get_closest_marker("thorough")]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    gone = left_out(items)
+    if gone:
+        config.hook.pytest_deselected(items=gone)
+        kept = {id(item) for item in items} - {id(item) for item in gone}
+        items[:] = [item for item in items if id(item) in kept]
 
 
 @pytest.fixture(autouse=True)
