@@ -14,7 +14,7 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.data.clip import clip_by_norm, clip_by_value, gradient_norm
-from unisono.parallel.layout import WHOLE, Layout, Split, full_batch_of, lay, local_of
+from unisono.parallel.layout import WHOLE, Layout, Split, full_tensor_of, lay, local_of
 from unisono.parallel.precision import LossScaler, accumulate_in_float32, autocast
 
 Pools = Callable[[str, int], RankPool]
@@ -55,7 +55,7 @@ def clipped(comm: Communicator, norm_type: float, most: float) -> None:
     expected = nn.utils.clip_grad_norm_(model.values(), most, norm_type)
     torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
     for name, piece in cut.items():
-        whole = full_batch_of(piece.grad, piece.unisono_layout, mesh)
+        whole = full_tensor_of(piece.grad, piece.unisono_layout, mesh)
         torch.testing.assert_close(whole, model[name].grad, rtol=1e-12, atol=0)
 
 

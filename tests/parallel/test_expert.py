@@ -20,7 +20,7 @@ from unisono.mesh.mesh import Mesh
 from unisono.nn import MoE
 from unisono.parallel.context.context import Context, context_parallelize
 from unisono.parallel.expert.expert import collect_aux, expert_parallelize, naive_moe, needs_full_batch
-from unisono.parallel.layout import full_batch_of, layout_of
+from unisono.parallel.layout import full_tensor_of, layout_of
 
 Pools = Callable[[str, int], RankPool]
 
@@ -169,7 +169,7 @@ def trained(
         if mesh is None:
             return {name: tensor.detach().clone() for name, tensor in tensors.items()}
         layouts = {name: layout_of(parameter) for name, parameter in model.named_parameters()}
-        return {name: full_batch_of(tensor, layouts[name], mesh).clone() for name, tensor in tensors.items()}
+        return {name: full_tensor_of(tensor, layouts[name], mesh).clone() for name, tensor in tensors.items()}
 
     for step in range(3):
         tokens = torch.randint(VOCABULARY, (rows, 7), generator=torch.Generator().manual_seed(step))
@@ -288,7 +288,7 @@ def compare_stacked(comm: Communicator, most: int) -> None:
     for (name, parameter), (_, other) in zip(experts.named_parameters(), plain.named_parameters(), strict=True):
         assert parameter.grad is not None, name
         assert parameter.shape[0] < other.shape[0]
-        torch.testing.assert_close(full_batch_of(parameter.grad, layout_of(parameter), mesh), other.grad)
+        torch.testing.assert_close(full_tensor_of(parameter.grad, layout_of(parameter), mesh), other.grad)
 
 
 @pytest.mark.parametrize("most", [5, 1])

@@ -25,7 +25,7 @@ from unisono.mesh.random.state import RandomState
 from unisono.parallel.apply import parallelize
 from unisono.parallel.expert.expert import collect_aux
 from unisono.parallel.inputs import call
-from unisono.parallel.layout import full_batch_of, layout_of
+from unisono.parallel.layout import full_tensor_of, layout_of
 from unisono.parallel.task import Task
 from unisono.parallel.trainer import Trainer
 from unisono.verify.float64 import Float64Mode
@@ -625,7 +625,7 @@ def a_step_through_another_model(comm: Communicator, plan: str) -> None:
         assert float(g.step((noise, y))) == pytest.approx(float(expected), rel=1e-9)
         gradients = {name: parameter.grad for name, parameter in d.optimized() if parameter.grad is not None}
         for name, parameter in plain_d.model.named_parameters():
-            whole = full_batch_of(gradients[name], layout_of(dict(d.optimized())[name]), d.mesh)
+            whole = full_tensor_of(gradients[name], layout_of(dict(d.optimized())[name]), d.mesh)
             compare({name: whole}, {name: parameter.grad})
         d.optimizer.step()
         plain_d.optimizer.step()

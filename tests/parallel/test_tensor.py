@@ -16,7 +16,7 @@ from tests.ranks import RankPool
 from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
 from unisono.mesh.mesh import Mesh
-from unisono.parallel.layout import full_batch_of, layout_of
+from unisono.parallel.layout import full_tensor_of, layout_of
 from unisono.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from unisono.parallel.tensor.tensor_parallel import tensor_parallelize
 from unisono.parallel.tensor.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
@@ -187,8 +187,8 @@ def check_layers(comm: Communicator, gather: bool) -> None:
     x = torch.randn(2, 5)
     torch.testing.assert_close(row(column(x).tanh()), plain[1](plain[0](x).tanh()))
     for mine, theirs in ((column, plain[0]), (row, plain[1])):
-        assert torch.equal(full_batch_of(mine.weight, layout_of(mine.weight), mesh), theirs.weight)
-        assert torch.equal(full_batch_of(mine.bias, layout_of(mine.bias), mesh), theirs.bias)
+        assert torch.equal(full_tensor_of(mine.weight, layout_of(mine.weight), mesh), theirs.weight)
+        assert torch.equal(full_tensor_of(mine.bias, layout_of(mine.bias), mesh), theirs.bias)
 
 
 @pytest.mark.parametrize("gather", [False, True])
@@ -228,7 +228,7 @@ def check_more_ranks_than_rows(comm: Communicator) -> None:
     torch.testing.assert_close(loss, expected)
     expected.backward()
     loss.backward()
-    whole = full_batch_of(embedding.weight.grad, layout_of(embedding.weight), tp_mesh(comm))
+    whole = full_tensor_of(embedding.weight.grad, layout_of(embedding.weight), tp_mesh(comm))
     torch.testing.assert_close(whole, plain[0].weight.grad)
 
 

@@ -17,7 +17,7 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.data.clip import clip_by_norm
-from unisono.parallel.layout import Layout, Split, full_batch_of, lay, layout_of, local_of
+from unisono.parallel.layout import Layout, Split, full_tensor_of, lay, layout_of, local_of
 from unisono.parallel.optimizer_state import full_optimizer_state, load_full_state
 from unisono.parallel.precision import accumulate_in_float32
 from unisono.parallel.share import shares
@@ -34,7 +34,7 @@ def whole_gradients(zero: ShardedOptimizer) -> dict[str, torch.Tensor | None]:
     grads: dict[str, torch.Tensor | None] = {}
     for (name, tensor), is_missing in zip(optimized.items(), missing.tolist(), strict=True):
         local = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-        grads[name] = None if is_missing else full_batch_of(local, layout_of(tensor), zero.mesh)
+        grads[name] = None if is_missing else full_tensor_of(local, layout_of(tensor), zero.mesh)
     return grads
 
 
@@ -64,7 +64,7 @@ def trained_with(mesh: Mesh, make: Any, stage: int, rows: int, microbatches: int
     state = full_optimizer_state(zero.optimizer, zero.optimized(), mesh)["state"]
     for key, parameter in model.named_parameters():
         replicas.same(gradients[key], expected["gradients"][key], f"gradient {key}")
-        whole = full_batch_of(parameter, layout_of(parameter), mesh)
+        whole = full_tensor_of(parameter, layout_of(parameter), mesh)
         replicas.same(whole, expected["parameters"][key].detach(), f"parameter {key}")
         assert set(state[key]) == set(expected["state"][key]), key
         for entry, value in expected["state"][key].items():
@@ -114,7 +114,7 @@ def trained_on_mesh(comm: Communicator, stage: int) -> None:
         zero.optimizer.step()
         optimizer.step()
     for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        replicas.same(full_batch_of(parameter, layout_of(parameter), mesh), expected.detach(), name)
+        replicas.same(full_tensor_of(parameter, layout_of(parameter), mesh), expected.detach(), name)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -131,7 +131,7 @@ def state_moves(comm: Communicator, before: int, after: int) -> None:
     for step in range(replicas.STEPS):
         if step == 2:
             state = full_optimizer_state(zero.optimizer, zero.optimized(), mesh)
-            parameters = {n: full_batch_of(p, layout_of(p), mesh) for n, p in model.named_parameters()}
+            parameters = {n: full_tensor_of(p, layout_of(p), mesh) for n, p in model.named_parameters()}
             model = replicas.net(seed=9)
             model.load_state_dict(parameters, strict=False)
             zero = zero_optimizer(model, mesh, lambda p: torch.optim.AdamW(p, lr=5.0), after)
@@ -142,7 +142,7 @@ def state_moves(comm: Communicator, before: int, after: int) -> None:
         zero.optimizer.step()
     expected = replicas.plain(replicas.optimizers()["adamw"], 5)["parameters"]
     for name, parameter in model.named_parameters():
-        replicas.same(full_batch_of(parameter, layout_of(parameter), mesh), expected[name].detach(), name)
+        replicas.same(full_tensor_of(parameter, layout_of(parameter), mesh), expected[name].detach(), name)
 
 
 def test_state_moves_between_stages(pools: Pools) -> None:
@@ -175,7 +175,7 @@ def grouped(comm: Communicator, stage: int) -> None:
             o.step()
             schedule.step()
     for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        replicas.same(full_batch_of(parameter, layout_of(parameter), mesh), expected.detach(), name)
+        replicas.same(full_tensor_of(parameter, layout_of(parameter), mesh), expected.detach(), name)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -212,7 +212,7 @@ def with_tensor_parallel_pieces(comm: Communicator, stage: int) -> None:
         zero.optimizer.step()
         optimizer.step()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(full_batch_of(parameter, layout_of(parameter), mesh), references[name].detach())
+        torch.testing.assert_close(full_tensor_of(parameter, layout_of(parameter), mesh), references[name].detach())
     state = full_optimizer_state(zero.optimizer, zero.optimized(), mesh)["state"]
     for name, reference in references.items():
         torch.testing.assert_close(state[name]["exp_avg"], optimizer.state[reference]["exp_avg"])
@@ -324,12 +324,12 @@ def mixed(comm: Communicator, stage: int, offload: bool) -> None:
         for copy, parameter in zip(copies, reference.parameters(), strict=True):
             parameter.data.copy_(copy.detach())
     for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        whole = full_batch_of(parameter, layout_of(parameter), mesh)
+        whole = full_tensor_of(parameter, layout_of(parameter), mesh)
         torch.testing.assert_close(whole, expected.detach(), rtol=2e-2, atol=1e-3, msg=name)
     for (name, tensor), copy in zip(sorted(zero.optimized()), sorted_by_name(reference, copies), strict=True):
         assert tensor.dtype == torch.float32
         torch.testing.assert_close(
-            full_batch_of(tensor, layout_of(tensor), mesh), copy.detach(), rtol=1e-3, atol=1e-5, msg=name
+            full_tensor_of(tensor, layout_of(tensor), mesh), copy.detach(), rtol=1e-3, atol=1e-5, msg=name
         )
 
 

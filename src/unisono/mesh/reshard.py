@@ -1,8 +1,8 @@
 """Tensors on a mesh: `shard_tensor` puts one there, `reshard` changes its placement. Both give torch DTensors.
 
 DTensor's own `redistribute` moves data through torch's functional collectives, pads and gathers more than it must on
-uneven sizes, and is not seen by the watch. Here every change is a route of steps (see `route`), each of them at most
-one collective of the mesh's communicators.
+uneven sizes, and is not recorded by the watchdog. Here every change is a route of steps (see `route`),
+each of them at most one collective of the mesh's communicators.
 
 Gradients: that of a Shard is placed as the Shard, that of a Replicate or a Partial is the same on all ranks. So the
 backward of a reshard is the reshard of the gradient, from its own placement to that of the input.

@@ -88,7 +88,7 @@ def local_of(full: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
     return full
 
 
-def full_batch_of(local: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
+def full_tensor_of(local: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
     """The full tensor, from the shards of all ranks; every rank of the layout's axes calls it."""
     return full_tensors_of([local], [layout], mesh)[0]
 

@@ -224,7 +224,7 @@ class Trainer:
     # ---- a loop of one's own: see loop.py ------------------------------------------------------------------------
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """In the block, backwards of one's own only accumulate: for all but the last of several microbatches."""
+        """Here backward() of a user-written loop only accumulates: for all but the last of several microbatches."""
         return self.replicas.hold()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

@@ -65,7 +65,9 @@ class Plan:
         if self.schedule not in schedules.NAMES:
             raise UsageError(f"plan: schedule={self.schedule}; expected one of {', '.join(schedules.NAMES)}")
         if self.dp % self.ep:
-            raise UsageError(f"plan: ep={self.ep} does not divide dp={self.dp}; experts lie on a part of the data axis")
+            raise UsageError(
+                f"plan: ep={self.ep} does not divide dp={self.dp}; experts are sharded over a part of the data ranks"
+            )
         if self.sequence and self.tp == 1:
             raise UsageError("plan: sp shards activations over the tp ranks, but tp=1; give tp or leave sp out")
         if self.offload and not self.zero:
@@ -87,7 +89,7 @@ class Plan:
         if not self.zero:
             raise UsageError("plan: shard is over how many data ranks ZeRO shards, but zero=0; give zero=1, 2 or 3")
         if self.ep > 1:
-            raise UsageError("plan: shard with ep: ranks that share experts cannot be grouped once more; leave one out")
+            raise UsageError("plan: shard (HSDP) cannot be combined with ep; leave one out")
 
     def _check_recompute(self) -> None:
         if isinstance(self.recompute, str):

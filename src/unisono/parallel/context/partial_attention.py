@@ -115,7 +115,8 @@ def attend_backward(
     lse: torch.Tensor,
     rules: AttentionRules,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The part's share of the gradients of q, k and v. `grad`, `out` and `lse` are the whole's, for these queries."""
+    """The part's share of the gradients of q, k and v. `grad`, `out` and `lse` are of these queries' attention to all
+    keys."""
     flash = _flash_of(q, k, v, rules)
     if flash is not None:
         return flash.backward(grad, q, k, v, out, lse, rules)

@@ -46,7 +46,7 @@ def bucket_bytes_for(model: nn.Module) -> int:
 
 
 class Spare:
-    """Memory of a message that has arrived, for one that is to leave: new memory takes time to come by."""
+    """Reuses the buffer of a finished message for the next one, because allocation is slow."""
 
     def __init__(self) -> None:
         self._held: torch.Tensor | None = None
@@ -59,7 +59,7 @@ class Spare:
         return held[:size]
 
     def put(self, message: torch.Tensor) -> None:
-        """Who puts it here has no more use for it."""
+        """The caller must not use the tensor afterwards."""
         if self._held is None or self._held.numel() < message.numel():
             self._held = message
 

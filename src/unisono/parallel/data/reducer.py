@@ -66,7 +66,7 @@ class Reducer(Generic[AnyBucket]):
         raise AssertionError("a subclass says what becomes of a sum")
 
     def _drop(self, name: str, parameter: nn.Parameter) -> None:
-        """No rank has a gradient for it: nor has one process."""
+        """No rank has a gradient for this parameter, so .grad is None, as on one device."""
         parameter.grad = None
 
     def remove(self) -> None:
@@ -109,7 +109,7 @@ class Reducer(Generic[AnyBucket]):
             _step = before
 
     def expect_backward(self) -> None:
-        """Called in a backward of the user's own: take part in it, also if no parameter gets a gradient here."""
+        """Called in a backward of a user-written loop: joins the reduction even where no parameter gets a gradient."""
         if not self._is_held and not self._is_running and self._hooks:
             self._is_running = True
             at_end_of_backward(self._end_of_backward)

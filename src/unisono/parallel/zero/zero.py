@@ -1,8 +1,8 @@
 """ZeRO: replicas stop keeping the same things many times.
 
-Data-parallel ranks all hold the same parameters, gradients and optimizer state. Each needs its own copy of none of them
-at all times. With P parameters on N ranks, and Adam in mixed precision (2 bytes a parameter, 2 a gradient, 12 for the
-float32 copy and two moments), a rank holds
+Data-parallel ranks all hold the same parameters, gradients and optimizer state. No rank needs a full copy of any of
+them all the time. With P parameters on N ranks, and Adam in mixed precision (2 bytes a parameter, 2 a gradient, 12 for
+the float32 copy and two moments), a rank holds
 
     stage 0   everything                                         16 P          2 P elements communicated a step
     stage 1   1/N of the optimizer state                    4 P + 12 P / N     reduce-scatter P + all-gather P
@@ -130,11 +130,11 @@ class ShardedOptimizer(Reducer[ShardBucket]):
             axes = tuple(axis for axis in axes if axis != COPIES)
             comm = self.mesh.comm(*axes)
         load = self._loads.setdefault(id(comm), [0] * comm.size)
-        head_split = assigned_by_row if self._is_elementwise else assigned_in_full
+        assign = assigned_by_row if self._is_elementwise else assigned_in_full
         shards = []
         for name, parameter in zip(names, parameters, strict=True):
             # All ranks of a pipeline that hold a parameter shard it alike, whatever else they hold.
-            held = head_split(parameter.shape, [0] * comm.size if name in self._tied else load)
+            held = assign(parameter.shape, [0] * comm.size if name in self._tied else load)
             shards.append(ZeroShard(name, parameter, held, axes, comm.rank))
         self.shards.update({shard.name: shard for shard in shards})
         bucket = ShardBucket(names, parameters, comm, shards)
@@ -202,7 +202,7 @@ class ShardedOptimizer(Reducer[ShardBucket]):
             super()._complete()
 
     def _leave(self, bucket: ShardBucket) -> Handle:
-        if self.stage > 1:  # what a stage saves is not to be spent on messages that have arrived long since
+        if self.stage > 1:  # or finished messages would use up the memory that the stage saves
             self._running = [other for other in self._running if other.handle is not None]
             while len(self._running) >= _MESSAGES:
                 self._land(self._running.pop(0))

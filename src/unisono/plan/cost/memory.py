@@ -4,8 +4,8 @@
                     the N replicas (dp x cp)
     activations     what the ops of a block save (from the trace), divided by tp, sp, cp and recomputation, times the
                     microbatches that the schedule keeps alive
-    workspace       what the segment has whose backward runs: what its ops have saved or computed again, gradients of
-                    activations, copies; or the optimizer's temporaries
+    workspace       the segment whose backward runs: activations saved or recomputed, gradients of activations, copies;
+                    or the optimizer's temporaries
     buffers         messages under way: buckets of gradients, gathered parameters; what libraries keep for themselves
 
 The backward frees activations as gradients come: the highest of its moments counts, or the optimizer's step.

@@ -99,8 +99,7 @@ class Restoration:
                 if was_in.get(name, number) != number:
                     raise CheckpointError(
                         f"{self.folder}: {name} was in the optimizer's parameter group {was_in[name]}, but now in "
-                        f"group "
-                        f"{number}; build it as it was when the checkpoint was saved"
+                        f"group {number}; build it as it was when the checkpoint was saved"
                     )
 
     def _add_sharded(self, entry: str, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
