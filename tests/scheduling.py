@@ -1,4 +1,4 @@
-"""Which tests run side by side, when pytest is given workers (`make test` gives it one for each core, up to four).
+"""Which tests run side by side, when pytest is given workers (`make test` gives it one for each core and one more).
 
 A worker runs the tests of a file in their order, so that what a file shares (a launch of mpiexec, a record of the plain
 model) is made once. Tests of circuits are one worker's, so that numba compiles each kernel once.
@@ -19,11 +19,15 @@ from xdist.scheduler import LoadScopeScheduling
 TOGETHER = "tests/quantum/"
 WAITING = ("tests/launch/", "tests/faults/", "tests/comm/test_watchdog.py", "tests/comm/test_world.py")
 LONG = (  # the longest files, longest first, those that wait among them
+    "equivalence/test_foreign.py",
+    "explain/test_plan_program.py",
     "equivalence/test_plans.py",
     "comm/test_watchdog.py",
     "quantum/",
     "examples/",
     "launch/test_remote.py",
+    "planner/test_planning.py",
+    "parallel/test_loop.py",
     "graph/test_program.py",
     "launch/test_failures.py",
     "launch/test_ending.py",
