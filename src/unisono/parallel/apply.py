@@ -77,7 +77,7 @@ def parallelize(
     model: a module, which becomes that of rank 0 everywhere, or a function that builds one, called after
     torch.manual_seed(seed), or a list of uni.nn.LayerSpec, which are built so. loss(outputs, targets) gives a scalar,
     optimizer(parameters) a torch optimizer. example: a batch (inputs, targets), which pipelines need to find their
-    stages, and tp to search a model for rules. rules: which layers tp shards, and how; by default, what the model brings
+    stages, and tp to search a model for rules. rules: which layers tp shards, and how; default: what the model brings
     or shows. clip: the largest norm of the gradients. precision: "fp32", "bf16" or "fp16", in which all is computed
     from float32 parameters; "fp32" leaves the model's own dtype. on_ready: called on every rank with the model as it
     will be trained, before the plan is applied to it. batch: what ranks will give, "global", all of them the same
