@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import subprocess
 import sys
@@ -78,6 +79,7 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> str:
 def _raced(comm: Any, hardware: str, of_module: bool) -> dict[str, Any]:
     """Trained with a race, and by the chosen plan at once."""
     found: dict[str, Any] = {}
+    importlib.import_module("rich.style")  # draws a random number when it is imported
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(HARDWARE, hardware)
         plan = "auto"
