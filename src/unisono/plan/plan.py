@@ -89,7 +89,9 @@ class Plan:
         if not self.zero:
             raise UsageError("plan: shard is over how many data ranks ZeRO shards, but zero=0; give zero=1, 2 or 3")
         if self.ep > 1:
-            raise UsageError("plan: shard (HSDP) cannot be combined with ep; leave one out")
+            raise UsageError(
+                "plan: shard with ep: ZeRO over a part of the data ranks does not combine with experts; leave one out"
+            )
 
     def _check_recompute(self) -> None:
         if isinstance(self.recompute, str):
