@@ -54,7 +54,7 @@ def test_a_rank_that_cannot_write_is_named_on_every_rank(pools: Callable[[str, i
     for told in answers:
         assert told == answers[0]
         assert len(told) == 2
-        assert all("step 2 was not saved" in text and "rank 2: File too large" in text for text in told)
+        assert all("step 2 was not saved" in text and "rank 2: File too large" in text for text in told), told
         assert all("earlier checkpoints are intact" in text for text in told)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
 
