@@ -156,6 +156,34 @@ class Unreadable:
         return int, ("x",)
 
 
+OF_GARBAGE = """
+import gc, sys
+import torch.distributed as dist
+import unisono as uni
+
+class Cycle: pass
+
+def collect():
+    uni.init()
+    return gc.collect() * 0 + uni.rank()
+
+gc.disable()
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+cycle = Cycle()
+cycle.own, cycle.group = cycle, dist.group.WORLD
+dist.destroy_process_group()
+del cycle
+print(uni.spawn(collect, 2, timeout=30))
+"""
+
+
+def test_a_process_group_that_is_garbage_here_is_not_destroyed_in_ranks(tmp_path: Path) -> None:
+    """Its threads are this process's: a rank that joined them would wait forever, or crash."""
+    script = write_script(tmp_path, OF_GARBAGE)
+    done = subprocess.run([sys.executable, script, str(tmp_path / "store")], capture_output=True, text=True)
+    assert done.stdout == "[0, 1]\n", done.stderr
+
+
 def test_a_rank_without_a_result_and_one_with_an_unreadable_one() -> None:
     def body() -> None:
         if os.environ["RANK"] == "1":

@@ -1,4 +1,4 @@
-"""Threads of a rank's process: reading another thread's stack, OpenMP after a fork, and the scheduling policy.
+"""Threads of a rank's process: reading another thread's stack, what a fork leaves behind, and the scheduling policy.
 
 `frames_of` is for watchdogs, `release_openmp_threads` and `run_openmp_serially` surround the forks of `spawn`, and
 `use_batch_scheduling` and `batch_schedule_gloo_threads` set Linux's SCHED_BATCH where ranks share cores.
@@ -14,6 +14,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+
+# A forked child has its parent's objects, but not its threads. If a garbage collection in the child destroys a process
+# group of the parent's, its destructor joins threads that do not exist: it waits forever, or crashes. So what a child
+# inherits is not collected there; this holds for every fork of this process (ranks, reference processes, DataLoaders).
+os.register_at_fork(after_in_child=gc.freeze)
 
 _GLOO_THREAD = "gloo_tcp_loop"  # the name that gloo gives its threads
 _OMP_PAUSE_SOFT = 1  # release the threads, keep the settings
