@@ -143,10 +143,10 @@ def _show_best(console: Any, search: Search, best: Candidate) -> None:
     memory = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
     console.print(f"\nmemory of a device (pipeline rank {best.footprint.stage}): {memory};", markup=False)
     hardware = search.hardware
-    told = f"  {hardware.margin:.0%} of {format_bytes(hardware.memory)} is kept free for fragments and context"
+    note = f"  {hardware.margin:.0%} of {format_bytes(hardware.memory)} is kept free for fragments and context"
     if not best.fits:
-        told += f"; the plan does not fit: it {shortfall(best.footprint.total, hardware.usable_memory)}"
-    console.print(told, markup=False)
+        note += f"; the plan does not fit: it {shortfall(best.footprint.total, hardware.usable_memory)}"
+    console.print(note, markup=False)
     names = ("compute", "tensor", "bubble", "gradients", "optimizer", "other")
     spent = {name: getattr(best.duration, name) for name in names}
     console.print(
@@ -156,8 +156,8 @@ def _show_best(console: Any, search: Search, best: Candidate) -> None:
         stages = search.stages(best.plan)
         sizes = [len(span) for span in stages.spans]
         each = f"{sizes[0]} block{'s' if sizes[0] > 1 else ''} a stage"
-        told = each if len(set(sizes)) == 1 else f"stages of {', '.join(map(str, sizes))} blocks"
-        console.print(told, markup=False)
+        note = each if len(set(sizes)) == 1 else f"stages of {', '.join(map(str, sizes))} blocks"
+        console.print(note, markup=False)
         if len(best.plan.boundaries) > _FEW_STAGES:
             console.print(f"  boundaries={'+'.join(map(str, stages.starts))}", markup=False)
 

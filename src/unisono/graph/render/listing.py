@@ -128,7 +128,7 @@ def _of_compute(compute: Compute, lowered: Lowered, rank: int, path: str, source
         for option, name in zip(compute.options, mesh.names, strict=True)
         if option.local is not None
     ]
-    forward, backward = (_inside(said, mesh, rank) for said in collectives_inside(compute, lowered, rank))
+    forward, backward = (_inside(collectives, mesh, rank) for collectives in collectives_inside(compute, lowered, rank))
     return ListedOp(
         compute.name,
         f"{compute.name} = {word}({_arguments(compute.node)})",
@@ -160,10 +160,10 @@ def _word(node: fx.Node) -> str:
     return words[1] if len(words) > 2 else words[0]
 
 
-def _inside(said: Sequence[InnerCollective], mesh: Mesh, rank: int) -> tuple[CollectiveStep, ...]:
+def _inside(collectives: Sequence[InnerCollective], mesh: Mesh, rank: int) -> tuple[CollectiveStep, ...]:
     """What ranks say in the midst of an op."""
     made = []
-    for each in said:
+    for each in collectives:
         names = tuple(mesh.names[axis] for axis in each.axes)
         ranks = mesh.along(*names, rank=rank)
         bytes_received = received(each, mesh.shape)

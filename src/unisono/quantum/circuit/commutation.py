@@ -14,7 +14,7 @@ import numpy as np
 from unisono.quantum.circuit.gates import ArrayGate, Gate, PauliRotation, pauli_matrix
 from unisono.quantum.circuit.operation import Operation
 
-_LETTERS = {
+_PAULIS = {
     "x": "X",
     "sx": "X",
     "sxdg": "X",
@@ -44,8 +44,8 @@ def gate_paulis(gate: Gate) -> tuple[str, ...]:
         return ("Z",) * gate.targets
     if isinstance(gate, PauliRotation):
         return tuple(gate.paulis)
-    if gate.name in _LETTERS:
-        return tuple(_LETTERS[gate.name])
+    if gate.name in _PAULIS:
+        return tuple(_PAULIS[gate.name])
     if isinstance(gate, ArrayGate) and gate.targets <= _LARGEST_LOOK:
         return tuple(_seen_pauli(gate.matrix(), target, gate.targets) for target in range(gate.targets))
     return ("*",) * gate.targets

@@ -22,7 +22,7 @@ from unisono.quantum.observables.observable import PauliString
 from unisono.quantum.schedule.step import Exchange
 
 PAULI_ORDER = "IXYZ"
-PauliTable = NDArray[np.int8]  # (Pauli strings, wires), indices into LETTERS
+PauliTable = NDArray[np.int8]  # (Pauli strings, wires), indices into PAULI_ORDER
 BasisRotations = tuple[tuple[int, str], ...]  # (wire, the Pauli that becomes Z)
 
 
