@@ -86,7 +86,8 @@ FAILURES = {
 
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_failure_is_told_in_a_sentence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verifying, "_TOGETHER", 1.0)
+    if "all ranks" not in name:  # else it is how long a slow machine's ranks may fail apart
+        monkeypatch.setattr(verifying, "_TOGETHER", 1.0)
     act, told = FAILURES[name]
     verdict = verify(task_with(act), "dp=2", steps=1, timeout=5 if "not come" in name else 60)
     assert not verdict.equivalent

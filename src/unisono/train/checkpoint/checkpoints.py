@@ -117,6 +117,7 @@ class Checkpoints:
         if failures:
             if self._rank == 0:
                 saving.abort()
+            self._from_first(None)  # until then: a next save of the step writes to the same folder
             rank, error = min(failures.items())
             before = "earlier checkpoints are intact" if steps_in(self.folder) else "there is no earlier one"
             raise CheckpointError(
