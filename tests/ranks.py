@@ -195,7 +195,7 @@ def _compile_random_words() -> None:
     if kernels is not None:
         runs = Runs(torch.zeros(1, dtype=torch.int64), 4)
         for dtype in (torch.float32, torch.float64):
-            kernels.noise(draw.Stream.of("first"), runs, 0, 1.0, dtype)
+            kernels.noise(draw.PhiloxStream.of("first"), runs, 0, 1.0, dtype)
 
 
 _MOST_WORKERS = 8

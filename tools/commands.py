@@ -181,7 +181,7 @@ def shell(command: str) -> int:
 
 
 def job_of(words: Sequence[str]) -> Any:
-    """The job (unisono.launch.job.Job) that `unisono run ...` or `vqnetrun ...` describes."""
+    """The job (unisono.launch.job.LaunchJob) that `unisono run ...` or `vqnetrun ...` describes."""
     from unisono.launch import command
 
     parser = argparse.ArgumentParser(allow_abbrev=False)

@@ -20,7 +20,7 @@ from tests.launch.harness import Run, wait_for, write_script
 from tests.launch.namespaces import Hosts
 from unisono.errors import UsageError
 from unisono.launch import environment, hosts, launcher
-from unisono.launch.job import SCRIPT, Job, Program
+from unisono.launch.job import SCRIPT, Entrypoint, LaunchJob
 
 STEPS = 80
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
@@ -100,10 +100,10 @@ def test_without_elastic_a_host_that_is_gone_ends_the_job(two_hosts: Hosts, tmp_
     assert re.fullmatch(r"the agent on host node1 was lost; its ranks are 1(:\n.*)?\n", said, re.DOTALL), said
 
 
-def job(named: str, ranks: int | None) -> Job:
+def job(named: str, ranks: int | None) -> LaunchJob:
     listed = hosts.parse_list(named)
     placements = tuple(hosts.place(listed, ranks))
-    return Job(Program(SCRIPT, "x.py"), placements, hosts=tuple(listed), elastic=True, max_restarts=3)
+    return LaunchJob(Entrypoint(SCRIPT, "x.py"), placements, hosts=tuple(listed), elastic=True, max_restarts=3)
 
 
 def test_job_without_lost_hosts() -> None:

@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 
 from tests.launch.harness import MARK, Run, wait_for, write_script
 from unisono.launch.agent.elastic import NodeRendezvous
-from unisono.launch.job import SCRIPT, NodeJob, Program
+from unisono.launch.job import SCRIPT, Entrypoint, NodeJob
 from unisono.launch.transport.link import Links, agent_command
 
 # Every rank ignores SIGTERM and has a child in a session of its own, whose parent then dies.
@@ -147,7 +147,7 @@ def test_an_agent_that_hears_nothing_of_its_launcher_ends_its_rank(tmp_path: Pat
     link = links.start("far", agent_command(), run.variables)
     assert link.process is not None
     assert links.await_event([link], "hello", time.monotonic() + 60)
-    program = Program(SCRIPT, "script.py", directory=str(tmp_path))
+    program = Entrypoint(SCRIPT, "script.py", directory=str(tmp_path))
     job = NodeJob(program, "far", 0, 1, 0, 1, 1, "127.0.0.1", 1, {MARK: run.mark}, local_world=1)
     link.wire.send({"do": "run", "job": job.to_json()})
     try:
@@ -165,7 +165,7 @@ def test_an_agent_that_hears_nothing_of_its_launcher_ends_its_rank(tmp_path: Pat
 
 def test_the_first_node_keeps_the_store_until_the_others_know_the_end() -> None:
     """Were it gone before, a node that asks whether all have finished would fail a job that went well."""
-    program, store = Program(SCRIPT, "script.py", (), "."), HashStore()
+    program, store = Entrypoint(SCRIPT, "script.py", (), "."), HashStore()
     common: dict[str, Any] = {"program": program, "count": 1, "world": 2, "address": "", "port": 0, "environment": {}}
     first, second = (
         NodeRendezvous(store, NodeJob(host=f"node{node}", node=node, nodes=2, first_rank=node, **common))

@@ -13,7 +13,7 @@ from unisono.errors import UsageError
 from unisono.mesh.global_index import Part, Runs, runs_of
 from unisono.mesh.random import draw
 from unisono.mesh.random.draw import words
-from unisono.mesh.random.philox import Stream, mix, torch_words
+from unisono.mesh.random.philox import PhiloxStream, mix, torch_words
 
 CPU = torch.device("cpu")
 # Counter, key and outcome, from the known-answer file that the generator's authors publish.
@@ -32,14 +32,14 @@ KNOWN = [
 def test_known_answers(counter: tuple[int, ...], key: tuple[int, int], outcome: tuple[int, ...]) -> None:
     block = counter[0] | counter[1] << 32
     number = block - (1 << 64) if block >> 63 else block
-    mixed = mix(Stream(key, (counter[2], counter[3])), torch.tensor([number]))
+    mixed = mix(PhiloxStream(key, (counter[2], counter[3])), torch.tensor([number]))
     assert tuple(int(word) & 0xFFFFFFFF for word in mixed) == outcome
 
 
 RUNS = [([0], 16), ([0], 1), ([5], 11), ([3], 2), ([4, 20, 40], 8), ([1, 6, 11], 5), ([7, 3], 1), ([2**40 + 1], 9)]
 
 
-def flat_words(stream: Stream, starts: list[int], length: int) -> torch.Tensor:
+def flat_words(stream: PhiloxStream, starts: list[int], length: int) -> torch.Tensor:
     """One element at a time: the plain meaning."""
     numbers = torch.cat([torch.arange(start, start + length) for start in starts])
     mixed = torch.stack(mix(stream, numbers >> 2), 1)
@@ -48,20 +48,20 @@ def flat_words(stream: Stream, starts: list[int], length: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("starts", "length"), RUNS)
 def test_words_of_runs(starts: list[int], length: int) -> None:
-    stream = Stream.of("test")
+    stream = PhiloxStream.of("test")
     found = torch_words(stream, Runs(torch.tensor(starts), length), CPU)
     assert torch.equal(found, flat_words(stream, starts, length))
 
 
 def test_many_words_come_in_pieces() -> None:
-    stream = Stream.of("test")
+    stream = PhiloxStream.of("test")
     found = words(stream, Runs(torch.tensor([3]), 300_000), CPU)
     assert torch.equal(found, flat_words(stream, [3], 300_000))
 
 
 def test_the_compiled_words_are_the_same() -> None:
     philox_cpu = pytest.importorskip("unisono.mesh.random.philox_cpu", exc_type=ImportError)
-    stream = Stream.of("test")
+    stream = PhiloxStream.of("test")
     for starts, length in [*RUNS, ([1], 100_001)]:
         runs = Runs(torch.tensor(starts), length)
         assert torch.equal(philox_cpu.words(stream, runs), torch_words(stream, runs, CPU))
@@ -72,7 +72,7 @@ def test_the_compiled_words_are_the_same() -> None:
 def test_the_gpu_gives_the_same_words() -> None:
     from unisono.mesh.random import philox_gpu
 
-    stream, gpu = Stream.of("test"), torch.device("cuda")
+    stream, gpu = PhiloxStream.of("test"), torch.device("cuda")
     for starts, length in [*RUNS, ([0], 100_001), ([1], 100_001), (list(range(0, 700_000, 701)), 333)]:
         runs = Runs(torch.tensor(starts), length)
         expected = torch_words(stream, runs, CPU)
@@ -83,7 +83,7 @@ def test_the_gpu_gives_the_same_words() -> None:
 def test_words_are_uniform() -> None:
     """Every bit is set half of the time, and neighbours do not know of each other: five standard deviations."""
     count = 1 << 18
-    drawn = words(Stream.of(1), Runs(torch.tensor([0]), count), CPU)
+    drawn = words(PhiloxStream.of(1), Runs(torch.tensor([0]), count), CPU)
     for bit in range(32):
         ones = int(((drawn >> bit) & 1).sum())
         assert abs(ones - count / 2) < 5 * math.sqrt(count) / 2
@@ -94,7 +94,9 @@ def test_words_are_uniform() -> None:
 
 def test_streams_differ() -> None:
     runs = Runs(torch.tensor([0]), 4096)
-    drawn = [words(Stream.of(*identity), runs, CPU) for identity in [(1, 2), (2, 1), (1, 2, 0), (12,), ("1", "2\0")]]
+    drawn = [
+        words(PhiloxStream.of(*identity), runs, CPU) for identity in [(1, 2), (2, 1), (1, 2, 0), (12,), ("1", "2\0")]
+    ]
     for i, one in enumerate(drawn):
         for other in drawn[:i]:
             assert int((one == other).sum()) < 3

@@ -356,7 +356,7 @@ class RankRecorder(TorchFunctionMode):
 
 
 @dataclass(frozen=True)
-class _Caller:
+class _CallSite:
     phase: str
     path: str
     source: str
@@ -366,7 +366,7 @@ class _Caller:
     microbatch: int | None  # of the transfer
 
 
-def _caller(paths: dict[nn.Module, str], in_comm: bool = False) -> _Caller | None:
+def _caller(paths: dict[nn.Module, str], in_comm: bool = False) -> _CallSite | None:
     """Who calls a torch function; None for what a communicator computes, and for trials of the loss."""
     path: str | None = None
     source = ""
@@ -395,7 +395,7 @@ def _caller(paths: dict[nn.Module, str], in_comm: bool = False) -> _Caller | Non
             if not is_ours and not source and "importlib" not in file:
                 source = f"{os.path.basename(file)}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
-    return _Caller(phase, LOSS if path is None else path, source, bool(is_internal), caller, transfer, microbatch)
+    return _CallSite(phase, LOSS if path is None else path, source, bool(is_internal), caller, transfer, microbatch)
 
 
 def _word(func: Any) -> str:

@@ -1,7 +1,7 @@
 """Starts ranks and ends them: `unisono run` and `uni.spawn`.
 
-    command          `unisono run`: options -> job.Job (hosts: host lists and placement; environment: variables)
-    launcher         runs a Job: preflight, one agent a node, restarts without lost hosts; mpi_launcher: over mpiexec
+    command          `unisono run`: options -> job.LaunchJob (hosts: host lists and placement; environment: variables)
+    launcher         runs a LaunchJob: preflight, one agent a node, restarts without lost hosts; mpi_launcher: mpiexec
     transport/       how the launcher reaches its agents: wire, links, ssh, mpiexec, preflight checks
     agent/           the process on each node that runs its ranks: torch's elastic agent
     worker/          the rank processes: worker pool, main program of a rank

@@ -1,4 +1,4 @@
-"""`unisono run`: the options, and the Job made from them."""
+"""`unisono run`: the options, and the LaunchJob made from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unisono.errors import UsageError
 from unisono.launch import environment, hosts, launcher
 from unisono.launch.console import Console, terminal_variables
 from unisono.launch.hosts import Host
-from unisono.launch.job import MODULE, SCRIPT, Job, Program
+from unisono.launch.job import MODULE, SCRIPT, Entrypoint, LaunchJob
 from unisono.launch.outcome.monitor import Interrupted
 from unisono.launch.worker import process_tree
 
@@ -97,7 +97,7 @@ def run(chosen: argparse.Namespace) -> int:
     return outcome.code
 
 
-def job_of(chosen: argparse.Namespace) -> Job:
+def job_of(chosen: argparse.Namespace) -> LaunchJob:
     """The job of these options; UsageError if they are invalid."""
     named = _hosts(chosen)
     placements = hosts.place(named, chosen.n)
@@ -111,7 +111,7 @@ def job_of(chosen: argparse.Namespace) -> Job:
         raise UsageError(f"--master-port {chosen.master_port}: must be between 1 and 65535")
     world = sum(placement.count for placement in placements)
     _require_elastic(chosen, world)
-    return Job(
+    return LaunchJob(
         program=_program(chosen.command, chosen.module),
         placements=tuple(placements),
         backend=None if chosen.backend == "auto" else chosen.backend,
@@ -159,7 +159,7 @@ def _hosts(chosen: argparse.Namespace) -> list[Host]:
     return [Host(hosts.LOCAL, chosen.n)]
 
 
-def _program(command: list[str], module: bool) -> Program:
+def _program(command: list[str], module: bool) -> Entrypoint:
     words = command[1:] if command[:1] == ["--"] else list(command)
     if words and not module and _PYTHON.fullmatch(os.path.basename(words[0])):
         words, module = _without_python(words)
@@ -168,13 +168,13 @@ def _program(command: list[str], module: bool) -> Program:
     target, *args = words
     if module:
         _require_module(target)
-        return Program(MODULE, target, tuple(args), os.getcwd())
+        return Entrypoint(MODULE, target, tuple(args), os.getcwd())
     path = Path(target)
     if not path.exists():
         raise UsageError(f"script {target!r} does not exist; check the path (the directory is {os.getcwd()})")
     if not path.is_file():
         raise UsageError(f"{target!r} is not a file; give a Python script, or -m and a module")
-    return Program(SCRIPT, target, tuple(args), os.getcwd())
+    return Entrypoint(SCRIPT, target, tuple(args), os.getcwd())
 
 
 def _without_python(words: list[str]) -> tuple[list[str], bool]:

@@ -1,4 +1,4 @@
-"""Job: what to run, and where. NodeJob: the part of it that one agent runs."""
+"""LaunchJob: what to run, and where. NodeJob: the part of it that one agent runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CALL = "call"  # a pickled function, for spawn over MPI
 
 
 @dataclass(frozen=True)
-class Program:
+class Entrypoint:
     """A script, a module or a function with its arguments, and the directory to run it in."""
 
     kind: str
@@ -24,10 +24,10 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Job:
+class LaunchJob:
     """The options of a run."""
 
-    program: Program
+    program: Entrypoint
     placements: tuple[Placement, ...]
     backend: str | None = None
     environment: dict[str, str] = field(default_factory=dict)  # of the ranks, in addition to their host's
@@ -67,7 +67,7 @@ class Job:
 class NodeJob:
     """The part of a job that one agent runs: `count` ranks from `first_rank` on."""
 
-    program: Program
+    program: Entrypoint
     host: str
     node: int
     nodes: int
@@ -107,4 +107,4 @@ class NodeJob:
     def from_json(cls, data: dict[str, Any]) -> NodeJob:
         program = dict(data["program"])
         program["args"] = tuple(program["args"])
-        return cls(**{**data, "program": Program(**program)})
+        return cls(**{**data, "program": Entrypoint(**program)})

@@ -15,15 +15,15 @@ from types import FrameType
 from unisono.errors import PreflightError
 from unisono.launch import environment, hosts, mpi_launcher
 from unisono.launch.console import Console
-from unisono.launch.job import Job, NodeJob
+from unisono.launch.job import LaunchJob, NodeJob
 from unisono.launch.outcome.monitor import Interrupted, Monitor, Outcome, ending
 from unisono.launch.transport import preflight, ssh
-from unisono.launch.transport.link import Links
+from unisono.launch.transport.link import AgentLinks
 
 Causes = Mapping[str, str]  # by host: why it counts as lost
 
 
-def launch(job: Job, console: Console) -> Outcome:
+def launch(job: LaunchJob, console: Console) -> Outcome:
     """Run the job to its end. LaunchError if it cannot be started, Interrupted if a signal ended it."""
     with _interruptible():
         if job.backend == mpi_launcher.BACKEND:
@@ -31,7 +31,7 @@ def launch(job: Job, console: Console) -> Outcome:
         return _run_elastic(job, console)
 
 
-def _run_elastic(job: Job, console: Console) -> Outcome:
+def _run_elastic(job: LaunchJob, console: Console) -> Outcome:
     """Agents restart their ranks themselves; after the loss of a host, new agents are started on the others."""
     outcome = _attempt(job, console, 0)
     while job.elastic and outcome.lost_hosts:
@@ -50,8 +50,8 @@ def _run_elastic(job: Job, console: Console) -> Outcome:
     return outcome
 
 
-def _attempt(job: Job, console: Console, attempt: int) -> Outcome:
-    links = Links()
+def _attempt(job: LaunchJob, console: Console, attempt: int) -> Outcome:
+    links = AgentLinks()
     monitor = Monitor(job, links, console, attempt=attempt)
     with ending(monitor):
         preflight.gather(job, links, console.message)
@@ -79,7 +79,7 @@ def _attempt(job: Job, console: Console, attempt: int) -> Outcome:
             return monitor.until_end()
 
 
-def without_hosts(job: Job, lost: Causes) -> Job:
+def without_hosts(job: LaunchJob, lost: Causes) -> LaunchJob:
     """The job on the remaining hosts: with as many ranks as before if spare slots allow it, else fewer (or none)."""
     left = tuple(host for host in job.hosts if host.name not in lost)
     ranks = min(job.world, sum(host.slots for host in left))
@@ -92,7 +92,7 @@ def without_hosts(job: Job, lost: Causes) -> Job:
     )
 
 
-def why_not_continue(job: Job, remaining: Job, attempt: int) -> str:
+def why_not_continue(job: LaunchJob, remaining: LaunchJob, attempt: int) -> str:
     """Why the job does not continue on the remaining hosts; "" if it does."""
     if not remaining.world:
         return "no host is left to continue on"
@@ -103,12 +103,12 @@ def why_not_continue(job: Job, remaining: Job, attempt: int) -> str:
     return ""
 
 
-def describe_restart(lost: Causes, remaining: Job, attempt: int) -> str:
+def describe_restart(lost: Causes, remaining: LaunchJob, attempt: int) -> str:
     causes = ", ".join(f"host {host} is lost ({cause})" for host, cause in lost.items())
     return f"{causes}; continuing with {_ranks_of(remaining)}: restart {attempt} of {remaining.max_restarts}"
 
 
-def _ranks_of(job: Job) -> str:
+def _ranks_of(job: LaunchJob) -> str:
     names = ", ".join(placement.host.name for placement in job.placements)
     return f"{job.world} rank{'s' if job.world > 1 else ''} on {names}"
 

@@ -22,17 +22,17 @@ from pathlib import Path
 from unisono.errors import LaunchError
 from unisono.launch import environment
 from unisono.launch.console import Console
-from unisono.launch.job import Job, NodeJob
+from unisono.launch.job import LaunchJob, NodeJob
 from unisono.launch.outcome.monitor import Monitor, Outcome, ending
 from unisono.launch.transport import mpiexec, network, preflight
-from unisono.launch.transport.link import Link, Links, agent_command, end_group
+from unisono.launch.transport.link import AgentLink, AgentLinks, agent_command, end_group
 from unisono.launch.transport.wire import Message, Wire
 
 BACKEND = "mpi"
 _GREETING_TIMEOUT = 5.0
 
 
-def run(job: Job, console: Console) -> Outcome:
+def run(job: LaunchJob, console: Console) -> Outcome:
     """Run the job to its end, restarts included."""
     address = _check_hosts(job, console) if job.elsewhere else "127.0.0.1"
     for attempt in range(job.max_restarts + 1):
@@ -43,16 +43,16 @@ def run(job: Job, console: Console) -> Outcome:
     return outcome
 
 
-def _check_hosts(job: Job, console: Console) -> str | None:
+def _check_hosts(job: LaunchJob, console: Console) -> str | None:
     """Run the preflight; return the launcher's address as the other hosts see it."""
-    links = Links()
+    links = AgentLinks()
     with ending(Monitor(job, links, console)):
         preflight.gather(job, links, console.message)
         return preflight.launcher_address(links)
 
 
-def _attempt(job: Job, console: Console, attempt: int, address: str | None) -> Outcome:
-    links = Links()
+def _attempt(job: LaunchJob, console: Console, attempt: int, address: str | None) -> Outcome:
+    links = AgentLinks()
     folder = Path(tempfile.mkdtemp(prefix="unisono-mpi-"))
     monitor = Monitor(job, links, console, lambda link: (folder / "log").read_text(errors="replace"))
     token = secrets.token_hex(16)
@@ -70,7 +70,7 @@ def _attempt(job: Job, console: Console, attempt: int, address: str | None) -> O
 
 
 def _start(
-    job: Job, console: Console, folder: Path, token_and_port: str, address: str | None
+    job: LaunchJob, console: Console, folder: Path, token_and_port: str, address: str | None
 ) -> subprocess.Popen[bytes]:
     """Start mpiexec. Its output goes to a file, and is shown only when no rank reports the cause of a failure."""
     tool = mpiexec.find()
@@ -90,7 +90,7 @@ def _start(
 
 
 def _admit(
-    job: Job, links: Links, server: socket.socket, token: str, process: subprocess.Popen[bytes], log: Path
+    job: LaunchJob, links: AgentLinks, server: socket.socket, token: str, process: subprocess.Popen[bytes], log: Path
 ) -> None:
     """Wait until the agent of every rank has connected."""
     deadline = time.monotonic() + job.start_timeout
@@ -109,7 +109,7 @@ def _admit(
         if len(greeting) < 2 or not hmac.compare_digest(str(greeting[0].get("token")), token):
             os.close(fd)
             continue
-        link = Link(greeting[1]["host"], wire)
+        link = AgentLink(greeting[1]["host"], wire)
         link.hello = greeting[1]
         links.add(link)
 
@@ -125,7 +125,7 @@ def _greeting(wire: Wire) -> list[Message]:
     return messages
 
 
-def _why_mpiexec_failed(job: Job, arrived: int, process: subprocess.Popen[bytes], log: Path) -> str:
+def _why_mpiexec_failed(job: LaunchJob, arrived: int, process: subprocess.Popen[bytes], log: Path) -> str:
     output = log.read_text(errors="replace").strip()
     code = process.poll()
     ended = f"ended with code {code}" if code is not None else f"did not finish starting in {job.start_timeout:g} s"
@@ -133,7 +133,7 @@ def _why_mpiexec_failed(job: Job, arrived: int, process: subprocess.Popen[bytes]
     return f"{head}:\n{output}" if output else f"{head} (it wrote nothing; raise --start-timeout if it is only slow)"
 
 
-def _assign_ranks(job: Job, links: Links, attempt: int) -> None:
+def _assign_ranks(job: LaunchJob, links: AgentLinks, attempt: int) -> None:
     """Send each agent the rank that mpiexec numbered it."""
     for link in links:
         rank = _mpi_number(link, "PMI_RANK", "OMPI_COMM_WORLD_RANK")
@@ -168,7 +168,7 @@ def _assign_ranks(job: Job, links: Links, attempt: int) -> None:
         link.wire.send({"do": "run", "job": part.to_json()})
 
 
-def _mpi_number(link: Link, *names: str) -> int | None:
+def _mpi_number(link: AgentLink, *names: str) -> int | None:
     variables = link.hello["mpi"]
     return next((int(variables[name]) for name in names if name in variables), None)
 

@@ -15,7 +15,7 @@ from unisono.errors import LaunchError, UsageError
 from unisono.launch import environment, launcher
 from unisono.launch.console import Console
 from unisono.launch.hosts import LOCAL, Host, Placement
-from unisono.launch.job import CALL, Job, Program
+from unisono.launch.job import CALL, Entrypoint, LaunchJob
 from unisono.launch.outcome import verdict
 from unisono.launch.outcome.monitor import Interrupted
 from unisono.launch.process_threads import release_openmp_threads, run_openmp_serially
@@ -164,8 +164,8 @@ def _over_mpi(fn: Callable[..., Any], n: int, args: tuple[Any, ...], timeout: fl
             f" pickled ({error}); define the function in a module, or use backend='gloo'"
         ) from None
     call = {"preparation": _preparation(b"__main__" in function), "function": function}
-    job = Job(
-        program=Program(CALL, base64.b64encode(pickle.dumps(call)).decode(), (), os.getcwd()),
+    job = LaunchJob(
+        program=Entrypoint(CALL, base64.b64encode(pickle.dumps(call)).decode(), (), os.getcwd()),
         placements=(Placement(Host(LOCAL, n), 0, n),),
         backend="mpi",
         environment={environment.BACKEND: "mpi"},

@@ -77,7 +77,7 @@ class OwnLoop:
         self._data = mesh.comm(*DATA)
         self._replicas = mesh.comm(*REPLICAS)
         self._cp = None if trainer.context is None or trainer.context.comm.size == 1 else trainer.context.comm
-        self._calls: list[_Call] = []  # of the model that are under way
+        self._calls: list[_ModelCall] = []  # of the model that are under way
         self._kinds: set[Any] = set()  # of outputs that all ranks have found to have samples
         self._tries_samples = True  # whether the next call is to find out where samples are in the outputs
         self._samples: Samples | None = None
@@ -128,7 +128,7 @@ class OwnLoop:
 
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         trainer, step = self._trainer, current_step()
-        call = _Call(is_own=step is not trainer.replicas and not any(each.is_own for each in self._calls))
+        call = _ModelCall(is_own=step is not trainer.replicas and not any(each.is_own for each in self._calls))
         self._calls.append(call)
         if not call.is_own:
             return None
@@ -155,8 +155,8 @@ class OwnLoop:
             call.scope.enter_context(trainer.computing())
             call.scope.enter_context(trainer.heads_full(kwargs if kwargs and not args else args))
         if step is not None:
-            call.leave = _Scale(self._replicas.size)
-            return _mapped(given, _Scale(1 / self._replicas.size))
+            call.leave = _ScaleGradient(self._replicas.size)
+            return _mapped(given, _ScaleGradient(1 / self._replicas.size))
         if self._cp is not None:
             assert trainer.context is not None
             trainer.context.expect(given, None)
@@ -183,7 +183,7 @@ class OwnLoop:
         self._tries_samples = False
         self._samples = trainer.samples
         if self._samples is None and self._cp is None:
-            self._calls.append(_Call(is_own=True))  # so that the runs of the trial are none of the user's
+            self._calls.append(_ModelCall(is_own=True))  # so that the runs of the trial are none of the user's
             try:
                 self._samples = find_samples(trainer.model, (inputs, None))
             finally:
@@ -201,7 +201,7 @@ class OwnLoop:
         if trainer.mesh.comm().rank == 0:
             warnings.warn(trainer.proof, stacklevel=2)
 
-    def _sharded(self, call: _Call, given: Any) -> Any:
+    def _sharded(self, call: _ModelCall, given: Any) -> Any:
         held = Split.even((), 0, call.rows, self._data.size).held
         call.lengths = [len(each) for each in held]
         mine = held[self._data.rank]
@@ -210,7 +210,7 @@ class OwnLoop:
         shard = _Shard(0, call.lengths, self._data)
         return tree_map(lambda leaf: shard(leaf) if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf, given)
 
-    def _with_local(self, call: _Call, given: Any) -> Any:
+    def _with_local(self, call: _ModelCall, given: Any) -> Any:
         rank, rows = self._data.rank, call.rows
         positions = range(rank * rows, (rank + 1) * rows)
         call.scope.enter_context(self._trainer.random.samples(positions, of=rows * self._data.size))
@@ -251,7 +251,7 @@ class OwnLoop:
         if context.is_full:
             return outputs
         tokens = context.tokens(context.length)
-        gather = _Gather(1, tokens.counts, self._cp)
+        gather = _GatherShards(1, tokens.counts, self._cp)
 
         def full(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or leaf.ndim < 2 or leaf.shape[1] != tokens.counts[context.comm.rank]:
@@ -272,7 +272,7 @@ class OwnLoop:
             if refusal is not None:
                 raise UsageError(refusal)
             self._kinds.add(kind)
-        gather = _Gather(0, lengths, self._data)
+        gather = _GatherShards(0, lengths, self._data)
         return tree_map(lambda leaf: gather(leaf) if isinstance(leaf, torch.Tensor) else leaf, outputs)
 
     def _gathered_where(self, outputs: Any, output_dims: Sequence[SampleDim | None], lengths: Lengths) -> Any:
@@ -294,7 +294,7 @@ class OwnLoop:
                     f"ranks for {rows} samples: it is made of all of them, or does not have them one after the other; "
                     "expected one row a sample: compute losses and means outside the model, or use trainer.step(batch)"
                 )
-            leaves[number] = _Gather(where.dim, [times * each for each in lengths], self._data)(leaf)
+            leaves[number] = _GatherShards(where.dim, [times * each for each in lengths], self._data)(leaf)
         return tree_unflatten(leaves, spec)
 
     def _require_sound(self, is_nested: bool) -> None:
@@ -401,7 +401,7 @@ class _BackwardEnd:
         self._end()
 
 
-class _Call:
+class _ModelCall:
     """One call of the model."""
 
     def __init__(self, is_own: bool) -> None:
@@ -409,7 +409,7 @@ class _Call:
         self.scope = contextlib.ExitStack()
         self.rows = 0
         self.lengths: Lengths | None = None  # numbers of samples of the data ranks, where the batch was sharded
-        self.leave: _Scale | None = None
+        self.leave: _ScaleGradient | None = None
 
 
 def _without_samples(outputs: Any, rows: int) -> str | None:
@@ -461,7 +461,7 @@ class _Shard:
         return _ShardFunction.apply(x, *self.given)
 
 
-class _Gather(_Shard):
+class _GatherShards(_Shard):
     """All ranks' shards."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -535,7 +535,7 @@ class _Summed(torch.autograd.Function):
         return gradient * ctx.size, None
 
 
-class _Scale:
+class _ScaleGradient:
     """A tensor whose gradient is multiplied by a factor."""
 
     def __init__(self, factor: float) -> None:

@@ -25,13 +25,13 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Program:
+class ProgramListing:
     title: str
     summary: str
     rows: list[Row]
 
 
-def programs(run: Run) -> list[Program]:
+def programs(run: Run) -> list[ProgramListing]:
     """One for each rank that recorded its program."""
     found = []
     for rank, data in sorted(run.ranks.items()):
@@ -39,7 +39,7 @@ def programs(run: Run) -> list[Program]:
         if lines:
             stages = sorted({line["stage"] for line in lines if "stage" in line})
             title = f"rank {rank}" + (f", stage {' and '.join(map(str, stages))}" if stages else "")
-            found.append(Program(title, _summary(lines), [_row(line) for line in lines]))
+            found.append(ProgramListing(title, _summary(lines), [_row(line) for line in lines]))
     return found
 
 

@@ -21,7 +21,7 @@ from unisono.plan.schedules.action import Action
 Batch = tuple[Any, Any] | Share
 
 
-class Finding(NamedTuple):
+class NonFinite(NamedTuple):
     stage: int  # of the pipeline
     order: int  # among the stage's modules, by the end of their forward
     text: str
@@ -65,8 +65,8 @@ def _in_batch(batch: Batch) -> str:
     return ""
 
 
-def _in_step(trainer: Trainer, batch: Batch) -> Finding | None:
-    found: list[Finding] = []
+def _in_step(trainer: Trainer, batch: Batch) -> NonFinite | None:
+    found: list[NonFinite] = []
     orders: dict[str, int] = {}
     stage = 0
 
@@ -78,7 +78,7 @@ def _in_step(trainer: Trainer, batch: Batch) -> Finding | None:
                 kind = "NaN" if bool(torch.isnan(bad).any()) else "infinity"
                 where = f"{name or 'the model'} ({type(module).__name__})"
                 text = f"{where} returned {kind} for finite inputs, shape {list(bad.shape)}"
-                found.append(Finding(stage, order, text))
+                found.append(NonFinite(stage, order, text))
 
         return hook
 

@@ -28,7 +28,7 @@ class NodeCost:
 def weigh(graph: fx.Graph, parameters: Mapping[str, bool], free: set[str]) -> dict[str, NodeCost]:
     """The weights of all nodes. `parameters`: by node, whether each is trained. What `free` nodes hold is not counted
     as saved: it is there anyway."""
-    scale = _Scale(graph, parameters, free)
+    scale = _NodeCosts(graph, parameters, free)
     with torch.autograd.graph.saved_tensors_hooks(scale.keep, lambda saved: saved):
         for node in graph.nodes:
             scale.run(node)
@@ -36,7 +36,7 @@ def weigh(graph: fx.Graph, parameters: Mapping[str, bool], free: set[str]) -> di
 
 
 @dataclass
-class _Scale:
+class _NodeCosts:
     graph: fx.Graph
     parameters: Mapping[str, bool]
     free: set[str]

@@ -37,7 +37,7 @@ from unisono.graph.capture.step import ModelWithLoss
 from unisono.graph.capture.unfuse import PackedSlice, unpack
 from unisono.graph.capture.unsupported import gradients_at_hooks, gradients_of_its_own
 from unisono.graph.marks.api import placement_spec_of, placement_specs_for
-from unisono.graph.marks.recorder import Recorder
+from unisono.graph.marks.recorder import MarkRecorder
 from unisono.graph.marks.recording import recording
 from unisono.graph.marks.spec import Mark, PlacementSpec, joined
 from unisono.graph.rules.call import OpCall, tensors_of
@@ -255,7 +255,7 @@ def _read(
     program: torch.export.ExportedProgram,
     model: nn.Module,
     given: Any,
-    recorder: Recorder,
+    recorder: MarkRecorder,
     placement_specs: dict[str, PlacementSpec],
     example_specs: list[PlacementSpec | None],
     unpacked: bool,

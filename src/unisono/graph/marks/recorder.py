@@ -11,7 +11,7 @@ from unisono.errors import UsageError
 from unisono.graph.marks.spec import PendingMark, PlacementSpec, add_spec
 
 
-class Recorder:
+class MarkRecorder:
     """The notes of one trace, by their number in the graph's marker ops."""
 
     def __init__(self, model: nn.Module, binding: bool = True) -> None:
@@ -24,7 +24,7 @@ class Recorder:
         self._model = model
         self._ops = 0
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> MarkRecorder:
         _recorders.append(self)
         return self
 
@@ -49,10 +49,10 @@ class Recorder:
         return self._ops
 
 
-_recorders: list[Recorder] = []
+_recorders: list[MarkRecorder] = []
 
 
-def recorder() -> Recorder | None:
+def recorder() -> MarkRecorder | None:
     """Of the model that is being traced now."""
     return _recorders[-1] if _recorders else None
 

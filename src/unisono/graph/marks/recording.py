@@ -9,16 +9,16 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from unisono.errors import UsageError
-from unisono.graph.marks.recorder import Recorder
+from unisono.graph.marks.recorder import MarkRecorder
 from unisono.graph.marks.sharded import Sharded, require_none_dropped
 
 
 @contextlib.contextmanager
-def recording(model: nn.Module, binding: bool = True) -> Iterator[Recorder]:
+def recording(model: nn.Module, binding: bool = True) -> Iterator[MarkRecorder]:
     """Marks made in the block go into the graph; UsageError where some would not count. Not binding: they say nothing,
     as where placements are those of another trace."""
     require_none_dropped()
-    with Recorder(model, binding) as recording:
+    with MarkRecorder(model, binding) as recording:
         yield recording
     if not binding:
         return
@@ -34,10 +34,10 @@ def recording(model: nn.Module, binding: bool = True) -> Iterator[Recorder]:
 
 
 @contextlib.contextmanager
-def dry_run(copy: nn.Module) -> Iterator[Recorder]:
+def dry_run(copy: nn.Module) -> Iterator[MarkRecorder]:
     """Records the marks of a copy of a model that runs in the block, if it can; the copy is thrown away, and its marks
     need not have counted."""
-    recording = Recorder(copy)
+    recording = MarkRecorder(copy)
     try:
         with recording:
             yield recording

@@ -18,7 +18,7 @@ from typing import Any
 
 from unisono.launch import environment
 from unisono.launch.agent.connection import Reporter, StopListener, Stopped
-from unisono.launch.job import CALL, MODULE, SCRIPT, NodeJob, Program
+from unisono.launch.job import CALL, MODULE, SCRIPT, Entrypoint, NodeJob
 from unisono.launch.transport import network
 from unisono.launch.transport.wire import Message, Wire
 from unisono.launch.worker import process_tree, rank_main
@@ -99,7 +99,7 @@ def _answer(message: Message, listening: dict[str, socket.socket]) -> Message:
     match message["do"]:
         case "check":
             program = {**message["program"], "args": tuple(message["program"]["args"])}
-            return {"event": "checked", "problem": _problem(Program(**program))}
+            return {"event": "checked", "problem": _problem(Entrypoint(**program))}
         case "listen":
             try:
                 server = network.listen(message["address"], message["port"])
@@ -113,7 +113,7 @@ def _answer(message: Message, listening: dict[str, socket.socket]) -> Message:
     raise AssertionError(f"unknown message {message!r}")
 
 
-def _problem(program: Program) -> str | None:
+def _problem(program: Entrypoint) -> str | None:
     if not os.path.isdir(program.directory):
         return f"the working directory {program.directory} does not exist"
     path = os.path.join(program.directory, program.target)

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from unisono.launch.console import Console
-from unisono.launch.job import Job
+from unisono.launch.job import LaunchJob
 from unisono.launch.outcome import failure, verdict
 from unisono.launch.outcome.verdict import RankFailure
-from unisono.launch.transport.link import Link, Links
+from unisono.launch.transport.link import AgentLink, AgentLinks
 from unisono.launch.transport.wire import Message
 
 STOP = 8.0  # seconds in which agents must end their ranks: twice agent.connection.HARD_STOP
@@ -43,10 +43,10 @@ class Interrupted(Exception):
 class Monitor:
     def __init__(
         self,
-        job: Job,
-        links: Links,
+        job: LaunchJob,
+        links: AgentLinks,
         console: Console,
-        stderr_of: Callable[[Link], str] | None = None,
+        stderr_of: Callable[[AgentLink], str] | None = None,
         attempt: int = 0,
     ) -> None:
         """`stderr_of` returns the stderr of an agent that its link does not have; `attempt` is the first attempt."""
@@ -116,7 +116,7 @@ class Monitor:
         for link, message in self._links.receive(timeout):
             self._handle(link, message)
 
-    def _handle(self, link: Link, message: Message) -> None:
+    def _handle(self, link: AgentLink, message: Message) -> None:
         match message["event"]:
             case "output":
                 self._output(message["rank"], message["stream"], message["data"])
@@ -155,7 +155,7 @@ class Monitor:
             self._failures.setdefault(attempt, []).append(each)
             self._console.to_file(each.rank, _with_newline(each.text))
 
-    def _lose(self, link: Link) -> None:
+    def _lose(self, link: AgentLink) -> None:
         if link.ended is None:
             link.ended = {}
             if self._is_stopping:  # as requested
@@ -230,5 +230,5 @@ def _with_newline(text: str) -> str:
     return text if text.endswith("\n") or not text else text + "\n"
 
 
-def _ranks(link: Link) -> str:
+def _ranks(link: AgentLink) -> str:
     return ", ".join(map(str, link.ranks))

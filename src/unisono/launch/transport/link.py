@@ -16,7 +16,7 @@ from unisono.launch.transport.wire import Message, Wire
 _ERRORS_KEPT = 1 << 16
 
 
-class Link:
+class AgentLink:
     """The launcher's connection to one agent."""
 
     def __init__(self, host: str, wire: Wire, process: subprocess.Popen[bytes] | None = None) -> None:
@@ -43,23 +43,23 @@ class Link:
             return None
 
 
-class Links:
+class AgentLinks:
     """The connections of all agents of a job."""
 
     def __init__(self) -> None:
-        self.all: list[Link] = []
+        self.all: list[AgentLink] = []
         self._selector = selectors.DefaultSelector()
 
-    def __iter__(self) -> Iterator[Link]:
+    def __iter__(self) -> Iterator[AgentLink]:
         return iter(self.all)
 
-    def start(self, host: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Link:
+    def start(self, host: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> AgentLink:
         """Start an agent that communicates on stdin and stdout."""
         process = start_detached(command, environment, stdin=subprocess.PIPE)
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
-        link = Link(host, Wire(os.dup(process.stdout.fileno()), os.dup(process.stdin.fileno())), process)
+        link = AgentLink(host, Wire(os.dup(process.stdout.fileno()), os.dup(process.stdin.fileno())), process)
         process.stdin.close()
         process.stdout.close()
         os.set_blocking(process.stderr.fileno(), False)
@@ -67,18 +67,18 @@ class Links:
         self.add(link)
         return link
 
-    def add(self, link: Link) -> None:
+    def add(self, link: AgentLink) -> None:
         self.all.append(link)
         self._selector.register(link.wire.read_fd, selectors.EVENT_READ, link)
 
-    def receive(self, timeout: float) -> list[tuple[Link, Message]]:
+    def receive(self, timeout: float) -> list[tuple[AgentLink, Message]]:
         """Messages of agents within timeout; {"event": "closed"} for a connection that ended."""
-        messages: list[tuple[Link, Message]] = []
+        messages: list[tuple[AgentLink, Message]] = []
         if not self._selector.get_map():
             time.sleep(max(0.0, timeout))
             return messages
         for key, _ in self._selector.select(max(0.0, timeout)):
-            link: Link = key.data
+            link: AgentLink = key.data
             if key.fd != link.wire.read_fd:
                 self._read_errors(link, key)
                 continue
@@ -89,7 +89,9 @@ class Links:
                 messages.append((link, {"event": "closed"}))
         return messages
 
-    def request(self, requests: Iterable[tuple[Link, Message]], event: str, deadline: float) -> dict[Link, Message]:
+    def request(
+        self, requests: Iterable[tuple[AgentLink, Message]], event: str, deadline: float
+    ) -> dict[AgentLink, Message]:
         """Send each agent its request; return the answers by the deadline ("closed" is one)."""
         open_links = set()
         for link, request in requests:
@@ -97,9 +99,9 @@ class Links:
             open_links.add(link)
         return self.await_event(open_links, event, deadline)
 
-    def await_event(self, links: Iterable[Link], event: str, deadline: float) -> dict[Link, Message]:
+    def await_event(self, links: Iterable[AgentLink], event: str, deadline: float) -> dict[AgentLink, Message]:
         waiting = set(links)
-        answers: dict[Link, Message] = {link: {"event": "closed"} for link in waiting if link.is_closed}
+        answers: dict[AgentLink, Message] = {link: {"event": "closed"} for link in waiting if link.is_closed}
         waiting -= set(answers)
         while waiting and (left := deadline - time.monotonic()) > 0:
             for link, message in self.receive(min(left, 0.1)):
@@ -108,7 +110,7 @@ class Links:
                     waiting.discard(link)
         return answers
 
-    def _read_errors(self, link: Link, key: selectors.SelectorKey) -> None:
+    def _read_errors(self, link: AgentLink, key: selectors.SelectorKey) -> None:
         try:
             data = os.read(key.fd, _ERRORS_KEPT)
         except BlockingIOError:
@@ -117,7 +119,7 @@ class Links:
             self._selector.unregister(key.fileobj)
         link.errors = (link.errors + data)[-_ERRORS_KEPT:]
 
-    def _read_errors_left(self, link: Link) -> None:
+    def _read_errors_left(self, link: AgentLink) -> None:
         """The rest of stderr after the process has ended."""
         if link.process is None or link.process.stderr is None:
             return

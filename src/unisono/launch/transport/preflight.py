@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from unisono.errors import PreflightError
-from unisono.launch.job import Job
+from unisono.launch.job import LaunchJob
 from unisono.launch.transport import ssh
-from unisono.launch.transport.link import Link, Links, agent_command
+from unisono.launch.transport.link import AgentLink, AgentLinks, agent_command
 from unisono.launch.transport.wire import Message
 
 Print = Callable[[str], None]
 _PROBE_TIMEOUT = 3.0
 
 
-def gather(job: Job, links: Links, show: Print) -> None:
+def gather(job: LaunchJob, links: AgentLinks, show: Print) -> None:
     """Start an agent on every host, in parallel, and check each; PreflightError names every host that fails."""
     began = time.monotonic()
     deadline = began + job.start_timeout
@@ -43,7 +43,7 @@ def gather(job: Job, links: Links, show: Print) -> None:
         raise PreflightError(problems)
 
 
-def _greet(job: Job, links: Links, deadline: float) -> dict[str, str]:
+def _greet(job: LaunchJob, links: AgentLinks, deadline: float) -> dict[str, str]:
     problems = {}
     answers = links.await_event(list(links), "hello", deadline)
     for link in links:
@@ -57,7 +57,7 @@ def _greet(job: Job, links: Links, deadline: float) -> dict[str, str]:
     return problems
 
 
-def _versions(links: Links, known: dict[str, str]) -> dict[str, str]:
+def _versions(links: AgentLinks, known: dict[str, str]) -> dict[str, str]:
     """All hosts must have the versions of the first one."""
     problems: dict[str, str] = {}
     healthy = [link for link in links if link.host not in known]
@@ -73,7 +73,7 @@ def _versions(links: Links, known: dict[str, str]) -> dict[str, str]:
     return problems
 
 
-def _program(job: Job, healthy: Sequence[Link], links: Links, deadline: float) -> dict[str, str]:
+def _program(job: LaunchJob, healthy: Sequence[AgentLink], links: AgentLinks, deadline: float) -> dict[str, str]:
     request = {"do": "check", "program": asdict(job.program)}
     answers = links.request([(link, request) for link in healthy], "checked", deadline)
     problems = {}
@@ -86,7 +86,7 @@ def _program(job: Job, healthy: Sequence[Link], links: Links, deadline: float) -
     return problems
 
 
-def _print_result(job: Job, links: Links, problems: dict[str, str], seconds: float, show: Print) -> None:
+def _print_result(job: LaunchJob, links: AgentLinks, problems: dict[str, str], seconds: float, show: Print) -> None:
     show(f"preflight of {len(links.all)} host(s), {job.world} ranks, in {seconds:.1f} s:")
     for link in links:
         ranks = f"ranks {link.ranks.start}-{link.ranks.stop - 1}"
@@ -97,7 +97,7 @@ def _print_result(job: Job, links: Links, problems: dict[str, str], seconds: flo
         show(f"  {link.host}: ok, {ranks}, {versions}")
 
 
-def addresses(links: Links) -> dict[Link, str]:
+def addresses(links: AgentLinks) -> dict[AgentLink, str]:
     """The address of each node for the others: as in its ssh connection, or its name if that is unknown."""
     if len(links.all) == 1:
         return {links.all[0]: "127.0.0.1"}
@@ -105,13 +105,13 @@ def addresses(links: Links) -> dict[Link, str]:
     return {link: (here if link.is_local else link.hello["address"]) or link.host for link in links}
 
 
-def launcher_address(links: Links) -> str | None:
+def launcher_address(links: AgentLinks) -> str | None:
     """This host's address as the other hosts see it; None if unknown."""
     seen_by_others = [link.hello["launcher_address"] for link in links if not link.is_local]
     return next((address for address in seen_by_others if address), None)
 
 
-def open_store_port(job: Job, links: Links, master: Link, address: str) -> int:
+def open_store_port(job: LaunchJob, links: AgentLinks, master: AgentLink, address: str) -> int:
     """Have the master's host listen for the job's store; return the port."""
     interface = "127.0.0.1" if address == "127.0.0.1" else "::" if ":" in address else ""
     request: Message = {"do": "listen", "name": "store", "address": interface, "port": job.master_port}
@@ -128,7 +128,7 @@ def open_store_port(job: Job, links: Links, master: Link, address: str) -> int:
     return int(answer["port"])
 
 
-def require_reach(links: Links, master: Link, address: str, port: int) -> None:
+def require_reach(links: AgentLinks, master: AgentLink, address: str, port: int) -> None:
     """Every host must reach the master's port; else its ranks would wait for minutes before they fail."""
     others = [link for link in links if link is not master]
     probe = {"do": "probe", "targets": [(address, port)], "timeout": _PROBE_TIMEOUT}
@@ -145,7 +145,7 @@ def require_reach(links: Links, master: Link, address: str, port: int) -> None:
         raise PreflightError(causes)
 
 
-def matrix(links: Links, reached_at: dict[Link, str]) -> list[list[float | str]]:
+def matrix(links: AgentLinks, reached_at: dict[AgentLink, str]) -> list[list[float | str]]:
     """From node (row) to node (column): milliseconds to connect, or the error."""
     deadline = time.monotonic() + 10 + _PROBE_TIMEOUT * len(links.all)
     request: Message = {"do": "listen", "name": "probe", "port": 0}
@@ -161,7 +161,7 @@ def matrix(links: Links, reached_at: dict[Link, str]) -> list[list[float | str]]
     return [found.get(link, {}).get("found", unknown) for link in links]
 
 
-def matrix_lines(links: Links, cells: list[list[float | str]]) -> list[str]:
+def matrix_lines(links: AgentLinks, cells: list[list[float | str]]) -> list[str]:
     names = [link.host for link in links]
     texts = [[cell if isinstance(cell, str) else f"{cell:.2f} ms" for cell in row] for row in cells]
     width = max(len(text) for text in [*names, *(text for row in texts for text in row)])

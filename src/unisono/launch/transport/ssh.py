@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from unisono.errors import UsageError
 from unisono.launch import environment
-from unisono.launch.transport.link import Link, agent_command
+from unisono.launch.transport.link import AgentLink, agent_command
 
 _PROBES = 3  # keepalive probes of ssh before a silent host counts as lost
 _AGENT_FACTOR = 10  # an agent waits so many times longer for the launcher before it ends its ranks
@@ -53,7 +53,7 @@ def host_timeout() -> int:
 
 
 @contextlib.contextmanager
-def keepalive(links: Iterable[Link]) -> Iterator[None]:
+def keepalive(links: Iterable[AgentLink]) -> Iterator[None]:
     """In the block, send keepalive messages to agents on other hosts.
 
     An agent that receives none for ten times the host timeout ends its ranks: the launcher counts it as lost by then.
@@ -76,7 +76,7 @@ def keepalive(links: Iterable[Link]) -> Iterator[None]:
         sender.join(timeout=1)
 
 
-def cause(link: Link, python: str) -> str:
+def cause(link: AgentLink, python: str) -> str:
     """Why the agent of this link did not answer."""
     stderr = link.errors.decode(errors="replace").strip()
     code = link.exit_code

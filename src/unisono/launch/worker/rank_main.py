@@ -26,7 +26,7 @@ from typing import Any
 
 from unisono.errors import HangError, UsageError
 from unisono.launch import process_threads
-from unisono.launch.job import CALL, MODULE, Program
+from unisono.launch.job import CALL, MODULE, Entrypoint
 from unisono.launch.outcome import failure
 from unisono.launch.outcome.failure import Failure
 from unisono.launch.worker import process_tree
@@ -128,12 +128,12 @@ def _reseed() -> None:
         numpy.random.seed()
 
 
-def run(program: Program, results: int | None = None) -> int:
+def run(program: Entrypoint, results: int | None = None) -> int:
     """Run the program as `python` would; return the exit code. An uncaught exception is recorded for the launcher."""
     return perform(lambda: _run(program, results))
 
 
-def _run(program: Program, results: int | None) -> None:
+def _run(program: Entrypoint, results: int | None) -> None:
     os.chdir(program.directory)
     if program.kind == CALL:
         _call(program, results)
@@ -188,7 +188,7 @@ def _run_exit_handlers() -> None:
     sys.stderr.flush()
 
 
-def _run_script(program: Program) -> None:
+def _run_script(program: Entrypoint) -> None:
     path = os.path.abspath(program.target)
     sys.argv = [program.target, *program.args]
     sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
@@ -200,13 +200,13 @@ def _run_script(program: Program) -> None:
     exec(code, main.__dict__)
 
 
-def _run_module(program: Program) -> None:
+def _run_module(program: Entrypoint) -> None:
     sys.argv = [program.target, *program.args]
     sys.path.insert(0, os.getcwd())
     runpy.run_module(program.target, run_name="__main__", alter_sys=True)
 
 
-def _call(program: Program, results: int | None) -> None:
+def _call(program: Entrypoint, results: int | None) -> None:
     from multiprocessing import spawn
 
     call: dict[str, Any] = pickle.loads(base64.b64decode(program.target))

@@ -22,7 +22,7 @@ import torch
 
 from unisono.errors import UsageError
 from unisono.mesh.global_index import Part, Runs, runs_of
-from unisono.mesh.random.philox import Stream, torch_words
+from unisono.mesh.random.philox import PhiloxStream, torch_words
 
 # How many random bits a number in [0, 1) of each dtype has.
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
@@ -45,8 +45,8 @@ class Draw:
     def runs(self) -> Runs:
         return runs_of(self.shape, self.parts)
 
-    def stream(self, lane: int = 0) -> Stream:
-        return Stream.of(*self.identity, lane)
+    def stream(self, lane: int = 0) -> PhiloxStream:
+        return PhiloxStream.of(*self.identity, lane)
 
     def words(self, device: torch.device, lane: int = 0) -> torch.Tensor:
         """Random int32 words in the shape of the call; lanes are independent of each other."""
@@ -82,7 +82,7 @@ def drop_limit(p: float) -> int:
 # ---- the implementations of Philox -----------------------------------------------------------------------------------
 
 
-def words(stream: Stream, runs: Runs, device: torch.device) -> torch.Tensor:
+def words(stream: PhiloxStream, runs: Runs, device: torch.device) -> torch.Tensor:
     """The int32 words of all elements of `runs`, in order, flat."""
     global _seconds_drawn
     if runs.count == 0:

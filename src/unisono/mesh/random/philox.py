@@ -26,20 +26,20 @@ _BLOCKS_AT_ONCE = 65536  # keeps the working set in the cache
 
 
 @dataclass(frozen=True)
-class Stream:
+class PhiloxStream:
     """One sequence of random words; different identities give unrelated sequences."""
 
     key: tuple[int, int]
     counter: tuple[int, int]
 
     @classmethod
-    def of(cls, *identity: object) -> Stream:
+    def of(cls, *identity: object) -> PhiloxStream:
         digest = hashlib.blake2b("\0".join(map(str, identity)).encode(), digest_size=16).digest()
         a, b, c, d = (int.from_bytes(digest[i : i + 4], "little") for i in (0, 4, 8, 12))
         return cls((a, b), (c, d))
 
 
-def torch_words(stream: Stream, runs: Runs, device: torch.device) -> torch.Tensor:
+def torch_words(stream: PhiloxStream, runs: Runs, device: torch.device) -> torch.Tensor:
     """The int32 words of all elements of `runs`, in order, flat."""
     starts = runs.starts_on(device)
     lanes = starts & 3
@@ -63,7 +63,7 @@ def torch_words(stream: Stream, runs: Runs, device: torch.device) -> torch.Tenso
     return rows.gather(1, lanes[:, None] + torch.arange(runs.length, device=device)).reshape(-1)
 
 
-def mix(stream: Stream, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def mix(stream: PhiloxStream, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The four words of each block (int64 numbers), as the low halves of int64 numbers.
 
     A product of two 32-bit words wraps around in int64, which loses nothing: its 64 bits are the product's. Words that

@@ -7,21 +7,21 @@ import numpy as np
 import torch
 
 from unisono.mesh.global_index import Runs
-from unisono.mesh.random.philox import MULTIPLIERS, ROUNDS, WEYL, Stream
+from unisono.mesh.random.philox import MULTIPLIERS, ROUNDS, WEYL, PhiloxStream
 
 _M0, _M1 = np.uint64(MULTIPLIERS[0]), np.uint64(MULTIPLIERS[1])
 _W0, _W1 = np.uint32(WEYL[0]), np.uint32(WEYL[1])
 _HALF = np.uint64(32)
 
 
-def words(stream: Stream, runs: Runs) -> torch.Tensor:
+def words(stream: PhiloxStream, runs: Runs) -> torch.Tensor:
     out = torch.empty(runs.count, dtype=torch.int32, device="cpu")
     identity = tuple(np.uint32(word) for word in (*stream.key, *stream.counter))
     _fill(out.numpy().view(np.uint32), runs.starts.numpy(), runs.length, *identity)
     return out
 
 
-def noise(stream: Stream, runs: Runs, limit: int, scale: float, dtype: torch.dtype) -> torch.Tensor:
+def noise(stream: PhiloxStream, runs: Runs, limit: int, scale: float, dtype: torch.dtype) -> torch.Tensor:
     """`scale` where the word is at least `limit`, which a dropout keeps, and 0 elsewhere; flat."""
     drawn = words(stream, runs).numpy()
     out = torch.empty(runs.count, dtype=dtype, device="cpu")

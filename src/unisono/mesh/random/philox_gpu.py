@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from unisono.mesh.global_index import Runs
-from unisono.mesh.random.philox import Stream
+from unisono.mesh.random.philox import PhiloxStream
 
 _BLOCK = 1024
 
@@ -116,14 +116,14 @@ def _dropout_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + offset, kept.to(value.dtype), mask=offset < count)
 
 
-def words(stream: Stream, runs: Runs, device: torch.device) -> torch.Tensor:
+def words(stream: PhiloxStream, runs: Runs, device: torch.device) -> torch.Tensor:
     out = torch.empty(runs.count, dtype=torch.int32, device=device)
     with torch.cuda.device(device):
         _words_kernel[_grid(runs)](out, **_arguments(stream, runs, device))
     return out
 
 
-def dropout(x: torch.Tensor, stream: Stream, runs: Runs, limit: int, scale: float) -> torch.Tensor:
+def dropout(x: torch.Tensor, stream: PhiloxStream, runs: Runs, limit: int, scale: float) -> torch.Tensor:
     """x with the elements whose word is below `limit` made 0, and the others scaled, in float32."""
     x = x.contiguous()
     out = torch.empty_like(x)
@@ -137,7 +137,7 @@ def _grid(runs: Runs) -> tuple[int]:
     return (-(-runs.count // _BLOCK),)
 
 
-def _arguments(stream: Stream, runs: Runs, device: torch.device) -> dict[str, object]:
+def _arguments(stream: PhiloxStream, runs: Runs, device: torch.device) -> dict[str, object]:
     single = len(runs.starts) == 1
     start = int(runs.starts[0]) if single else 0
     return {

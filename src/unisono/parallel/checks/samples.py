@@ -106,8 +106,8 @@ def find_samples(
         is_small = sum(map(torch.numel, model.parameters())) <= _SMALL_META
         tried = realised_copy(model) if is_small else None
     if tried is None:
-        return _Trial(meta_copy(model), job, has_values=False).found()
-    return _Trial(tried, job).found()
+        return _SampleTrial(meta_copy(model), job, has_values=False).found()
+    return _SampleTrial(tried, job).found()
 
 
 def _states_outside_torch() -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _states_outside_torch() -> dict[str, Any]:
     return states
 
 
-class _Trial:
+class _SampleTrial:
     def __init__(self, model: nn.Module, job: _Job, has_values: bool = True) -> None:
         self._model, self._job, self._has_values = model, job, has_values
         self._watch = _Watch(model, job.rows, has_values)
@@ -353,7 +353,7 @@ class _Watch(RandomState):
         self.found: dict[Key, SampleDim] = {}
         self._rows = rows
         self._part: range | None = None
-        self._seen: dict[Key, _Call] = {}
+        self._seen: dict[Key, _RandomCall] = {}
         self._faults: dict[Key, str] = {}
         self._unordered: list[Key] = []  # a dim of which it is not known whether samples alternate
 
@@ -365,7 +365,7 @@ class _Watch(RandomState):
     def _held(self, key: Key, shape: Any, kind: str, like: torch.Tensor | None, may_be_full: bool) -> dict[int, Part]:
         parts: dict[int, Part] = {}
         if self._part is None:
-            self._seen[key] = _Call.of(shape, like, self._rows)
+            self._seen[key] = _RandomCall.of(shape, like, self._rows)
         else:
             parts = self._compared(key, tuple(shape), like, self._part)
         return parts if self.locate is None else self.locate(shape, kind, parts, key)
@@ -384,7 +384,9 @@ class _Watch(RandomState):
             self._faults[key] = f"shape {full_value.shape} for {self._rows} samples and {shape} for {len(part)}"
             return {}
         if key not in self.found:
-            alternates, is_certain = full_value.alternates(_Call.of(shape, like, len(part)), dim, part, self._rows)
+            alternates, is_certain = full_value.alternates(
+                _RandomCall.of(shape, like, len(part)), dim, part, self._rows
+            )
             self.found[key] = SampleDim(len(shape), dim, alternates)
             if not is_certain:
                 self._unordered.append(key)
@@ -411,12 +413,12 @@ class _Watch(RandomState):
 
 
 @dataclass(frozen=True)
-class _Call:
+class _RandomCall:
     shape: tuple[int, ...]
     sums: dict[int, torch.Tensor]  # by dims that may be folded: a number for every position along the dim
 
     @classmethod
-    def of(cls, shape: Any, like: torch.Tensor | None, rows: int) -> _Call:
+    def of(cls, shape: Any, like: torch.Tensor | None, rows: int) -> _RandomCall:
         shape = tuple(shape)
         if like is None or like.is_meta or tuple(like.shape) != shape or not like.is_floating_point():
             return cls(shape, {})
@@ -424,7 +426,7 @@ class _Call:
         squares = like.detach().double().square() if folded else like
         return cls(shape, {d: squares.sum([o for o in range(len(shape)) if o != d]) for d in folded})
 
-    def alternates(self, part: _Call, dim: int, held: range, rows: int) -> tuple[bool, bool]:
+    def alternates(self, part: _RandomCall, dim: int, held: range, rows: int) -> tuple[bool, bool]:
         """Whether samples alternate along the dim, judged by the values of those that the part holds; whether that is
         certain."""
         times = self.shape[dim] // rows

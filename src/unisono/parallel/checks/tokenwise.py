@@ -91,7 +91,7 @@ def require_tokenwise(
     for first_held, noise in ((1, 0.0), (0, 4.0)):
         tried = copy.deepcopy(real)
         blocks = find_output_blocks(tried) if word == "cp" else find_blocks(tried)
-        trial = _Trial(blocks, word, gathers, styles or {}, first_held, noise)
+        trial = _TokenwiseTrial(blocks, word, gathers, styles or {}, first_held, noise)
         try:
             with no_side_effects(model), torch.no_grad(), trial.recording():
                 outputs = trial.run(tried, samples, model_loss)
@@ -134,7 +134,7 @@ class _Over(Exception):
     """All that matters has been compared."""
 
 
-class _Trial:
+class _TokenwiseTrial:
     """Two runs of one model; what the first one saw, by place and in order."""
 
     def __init__(self, blocks: Blocks, word: str, gathers: bool, styles: Styles, first_held: int, noise: float) -> None:

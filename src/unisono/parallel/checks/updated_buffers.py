@@ -70,9 +70,9 @@ def _updates(model: nn.Module, example: tuple[Any, Any], batch_dim: BatchDim) ->
     """The buffers that a forward pass updates, and whether samples have a say in it; none where that needs values."""
     samples = first_rows(example, batch_dim)
     try:
-        first = _Writes.of(model, example[0])
+        first = _BufferWrites.of(model, example[0])
         fewer = rows_between(tuple(example), 0, samples - 1, batch_dim)[0] if samples > 1 else example[0]
-        second = _Writes.of(model, fewer)
+        second = _BufferWrites.of(model, fewer)
     except Exception:
         return {}
     return {
@@ -80,7 +80,7 @@ def _updates(model: nn.Module, example: tuple[Any, Any], batch_dim: BatchDim) ->
     }
 
 
-class _Writes(TorchDispatchMode):
+class _BufferWrites(TorchDispatchMode):
     """The writes to a model's buffers, while it is active."""
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
@@ -95,7 +95,7 @@ class _Writes(TorchDispatchMode):
         self.marked: set[str] = set()
 
     @classmethod
-    def of(cls, model: nn.Module, inputs: Any) -> _Writes:
+    def of(cls, model: nn.Module, inputs: Any) -> _BufferWrites:
         with no_side_effects(model), torch.no_grad(), torch.device("meta"), KnownShapes():
             copy, given = meta_copy(model), to_meta(inputs)
             writes = cls(copy, given)

@@ -95,7 +95,7 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         ring: _Round = ctx.ring
         dq = _Sum(q)
-        gradients = _Collector(ring)
+        gradients = _RingGradients(ring)
         with _without_autocast(q):
             for source, (keys, values) in ring.visits(k, v):
                 dk, dv = _Sum(keys), _Sum(values)
@@ -225,7 +225,7 @@ def _taken(mask: torch.Tensor, dim: int, positions: torch.Tensor) -> torch.Tenso
     return mask.index_select(dim, positions.to(mask.device))
 
 
-class _Collector:
+class _RingGradients:
     """Sums the gradients of keys and values as they go round with them; a rank's share for its own stays there."""
 
     def __init__(self, ring: _Round) -> None:

@@ -141,11 +141,11 @@ class OutputKinds:
         UsageError where an output that the loss reads is made of all samples of a part of the batch."""
         if rows_of(example) < 2:
             raise UsageError("uni.BatchLoss needs an example of two samples or more, to see which outputs have samples")
-        large, small, rows = on_two_sizes(model, example, lambda model, batch: _Trial(model, loss, batch))
+        large, small, rows = on_two_sizes(model, example, lambda model, batch: _BatchLossTrial(model, loss, batch))
         return cls([large.is_gathered(number, small, rows) for number in range(len(large.leaves))])
 
 
-class _Trial:
+class _BatchLossTrial:
     """A run of the plain model on a few samples."""
 
     def __init__(self, model: nn.Module, loss: BatchLoss, example: tuple[Any, Any]) -> None:
@@ -168,7 +168,7 @@ class _Trial:
         except Exception:
             self._read = None  # not known
 
-    def is_gathered(self, number: int, small: _Trial, rows: int) -> bool:
+    def is_gathered(self, number: int, small: _BatchLossTrial, rows: int) -> bool:
         path, leaf = self.leaves[number]
         other = small.leaves[number][1]
         if not isinstance(leaf, torch.Tensor) or leaf in self._compared or leaf not in self._batch:

@@ -425,7 +425,9 @@ class ModelLoss:
         if not labels:
             return None
         try:
-            large, small, rows = on_two_sizes(model, example, lambda model, batch: _Trial(model, labels, batch, loss))
+            large, small, rows = on_two_sizes(
+                model, example, lambda model, batch: _ModelLossTrial(model, labels, batch, loss)
+            )
         except (UsageError, NeedsValues):
             raise
         except Exception:
@@ -483,7 +485,7 @@ class BatchDependence(Dependence):
         return _answered(func, args) or super().operate(func, args, kwargs)
 
 
-class _Trial:
+class _ModelLossTrial:
     """A run of the plain model on a few samples, recorded."""
 
     def __init__(self, model: nn.Module, labels: tuple[int, ...], example: tuple[Any, Any], loss: Loss) -> None:
@@ -505,7 +507,7 @@ class _Trial:
         self.is_of_batch = [leaf in batch for leaf in program.leaves]
 
 
-def _multiples(large: _Trial, small: _Trial, rows: int) -> list[int | None]:
+def _multiples(large: _ModelLossTrial, small: _ModelLossTrial, rows: int) -> list[int | None]:
     """How many rows of each leaf belong to a sample, from runs on `rows` samples and on one less."""
     if large.forms != small.forms:
         raise UsageError(

@@ -58,7 +58,7 @@ def by_example(model: nn.Module, blocks: Blocks, example: Any, *, count: bool = 
     flow.mark(list(model.parameters()))
     reads = Reads(flow, lambda storage: touched(storage))
 
-    writes = _Writes(model, flow)
+    writes = _WrittenBuffers(model, flow)
 
     def enter(number: int, arguments: Any) -> None:
         nonlocal here
@@ -98,7 +98,7 @@ def by_example(model: nn.Module, blocks: Blocks, example: Any, *, count: bool = 
     return ParameterUsage(_with_names(model, blocks, users), operations, reads.skips(count_of))
 
 
-class _Writes:
+class _WrittenBuffers:
     """Buffers that get values which depend on parameters: only the stage that computes them has them."""
 
     def __init__(self, model: nn.Module, flow: Dependence) -> None:

@@ -46,7 +46,7 @@ def searched_rules(model: nn.Module, ranks: int, example: tuple[Any, Any], cut: 
     """Rules for so many ranks; empty where no layer can be sharded. cut(module, rules, comm) shares a model between the
     ranks of a communicator."""
     found = trace(model, example)
-    problem = _Layers.of(found, Mesh.describe((ranks,), ("tp",)))
+    problem = _LayerProblem.of(found, Mesh.describe((ranks,), ("tp",)))
     rules = _rules(problem.assignment(_solved(problem)), model)
     if rules and not _holds(model, rules, ranks, example[0], cut):
         rules = {name: "column_gather" for name, text in rules.items() if text.startswith("column")}
@@ -66,7 +66,7 @@ def _solved(problem: Problem) -> dict[str, int]:
 # ---- the problem -----------------------------------------------------------------------------------------------------
 
 
-class _Layers(Problem):
+class _LayerProblem(Problem):
     """The problem, with those choices only that a model's own code can be run with."""
 
     def _divides(self, node: fx.Node, some: tuple[Option, ...]) -> bool:

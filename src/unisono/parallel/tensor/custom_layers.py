@@ -258,7 +258,7 @@ def _kind(module: nn.Module) -> Any:
 
 def _require_sharding(name: str, module: nn.Module, style: Style, ranks: int) -> Sharding:
     with _undisturbed(module):
-        trial = _Trial(name, module, style, ranks)
+        trial = _LayerTrial(name, module, style, ranks)
         for sharding in itertools.islice(trial.candidates(), _MOST):
             if trial.holds(sharding):
                 return sharding
@@ -280,7 +280,7 @@ def _undisturbed(module: nn.Module) -> Iterator[None]:
             each.training = training
 
 
-class _Caller(nn.Module):
+class _ForwardOnly(nn.Module):
     """Calls a module's forward without its hooks, but for those that make its weight."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -293,7 +293,7 @@ class _Caller(nn.Module):
         return run()
 
 
-class _Trial:
+class _LayerTrial:
     """One layer and random values of its tensors, full and on each rank."""
 
     def __init__(self, name: str, module: nn.Module, style: Style, ranks: int) -> None:
@@ -393,7 +393,7 @@ class _Trial:
         for attribute, value in attributes.items():
             setattr(self.module, attribute, value)
         try:
-            caller = _Caller(self.module)
+            caller = _ForwardOnly(self.module)
             named = {f"module.{name}": tensor for name, tensor in tensors.items()}
             return torch.func.functional_call(caller, named, (lambda: self.module.forward(x),))
         finally:

@@ -11,7 +11,7 @@ from unisono.quantum.qasm.scope import Definition, Operand, Scope
 from unisono.quantum.qasm.token import Cursor, Token
 
 if TYPE_CHECKING:
-    from unisono.quantum.qasm.reader import Reader
+    from unisono.quantum.qasm.reader import QasmParser
 
 _HIGHEST_POWER = 1 << 20
 _OF_THREE = {
@@ -33,7 +33,7 @@ _OF_THREE = {
 }
 
 
-def call(reader: Reader, scope: Scope) -> list[Operation]:
+def call(reader: QasmParser, scope: Scope) -> list[Operation]:
     """The operations of the call at the reader's cursor, which stops before the semicolon."""
     at = reader.at
     modifiers = _modifiers(at, scope)

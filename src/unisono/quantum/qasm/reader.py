@@ -43,17 +43,17 @@ def load_qasm(path: str | Path) -> Circuit:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {error}") from None
-    return Reader(text, str(path), path.parent).circuit()
+    return QasmParser(text, str(path), path.parent).circuit()
 
 
 def from_qasm(text: str, source: str = "qasm") -> Circuit:
     """The circuit of a text; `source` names it in errors."""
     if not isinstance(text, str):
         raise UsageError(f"from_qasm of a {type(text).__name__}: expected a text; uq.load_qasm reads files")
-    return Reader(text, source, None).circuit()
+    return QasmParser(text, source, None).circuit()
 
 
-class Reader:
+class QasmParser:
     def __init__(self, text: str, source: str, folder: Path | None) -> None:
         self.at = Cursor(tokenize(text, source), source)
         self.folder = folder

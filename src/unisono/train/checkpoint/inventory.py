@@ -80,10 +80,10 @@ def collect(trainer: Trainer, extra: Any = None, *, weights_only: bool = False) 
 
     weights_only: only the model.
     """
-    return _Collector(trainer).collect(extra, weights_only)
+    return _InventoryCollector(trainer).collect(extra, weights_only)
 
 
-class _Collector:
+class _InventoryCollector:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.mesh: Mesh = trainer.mesh

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from unisono.errors import UsageError
 from unisono.parallel.share import BatchDim, Share, require_batch_dim
-from unisono.train.data.reading import Batcher, Collate, Reader, Request, Stream, is_iterable_only
+from unisono.train.data.reading import BatchDataset, Batcher, BatchStream, Collate, Request, is_iterable_only
 from unisono.train.data.sampler import order, require_part, require_whole_number
 
 
@@ -143,10 +143,10 @@ class Loader:
 
     def _batches(self) -> Iterator[tuple[Request, Any]]:
         if self.samples is None:
-            stream = Stream(self.dataset, self._batcher, self.seed, self.batch_size, self.drop_last)
+            stream = BatchStream(self.dataset, self._batcher, self.seed, self.batch_size, self.drop_last)
             stream.epoch, stream.position = self.epoch, self.position
             return iter(stream) if not self.workers else iter(self._loader(stream, None, workers=1))
-        reader = Reader(self.dataset, self._batcher, self.seed)
+        reader = BatchDataset(self.dataset, self._batcher, self.seed)
         requests = self._requests(self.epoch, self.position)
         if not self.workers:
             return ((request, reader[request]) for request in requests)

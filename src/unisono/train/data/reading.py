@@ -98,7 +98,7 @@ class Batcher:
         return tree_unflatten(moved, spec)
 
 
-class Reader(Dataset[Any]):
+class BatchDataset(Dataset[Any]):
     """A dataset of batches: reader[request] is the batch."""
 
     def __init__(self, data: Any, batcher: Batcher, seed: int) -> None:
@@ -116,7 +116,7 @@ class Reader(Dataset[Any]):
         return self.batcher.batch(samples, request.rows)
 
 
-class Stream(IterableDataset[tuple[Request, Any]]):
+class BatchStream(IterableDataset[tuple[Request, Any]]):
     """The rest of an epoch of an iterable dataset in batches, from a position on."""
 
     def __init__(self, data: Any, batcher: Batcher, seed: int, batch_size: int, drop_last: bool) -> None:

@@ -22,7 +22,7 @@ from unisono.comm.rendezvous import world
 from unisono.errors import UsageError
 from unisono.mesh.global_index import runs_of
 from unisono.mesh.random.draw import words
-from unisono.mesh.random.philox import Stream
+from unisono.mesh.random.philox import PhiloxStream
 from unisono.parallel.layout import Split
 
 
@@ -31,7 +31,9 @@ def order(samples: int, seed: int, epoch: int, shuffle: bool = True) -> torch.Te
     if not shuffle:
         return torch.arange(samples)
     drawn = runs_of((samples,), {})
-    high, low = (words(Stream.of("order of samples", seed, epoch, lane), drawn, torch.device("cpu")) for lane in (0, 1))
+    high, low = (
+        words(PhiloxStream.of("order of samples", seed, epoch, lane), drawn, torch.device("cpu")) for lane in (0, 1)
+    )
     return ((high.long() << 32) | (low.long() & 0xFFFFFFFF)).argsort(stable=True)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from unisono.comm.communicator import Communicator
 from unisono.comm.rendezvous import world
 from unisono.comm.rendezvous.launcher_env import find_rank_info
-from unisono.compat.vqnet.distributed.group import Group, comm_of_group, groups_of
+from unisono.compat.vqnet.distributed.group import RankGroup, comm_of_group, groups_of
 from unisono.compat.vqnet.distributed.joining import joined
 from unisono.compat.vqnet.tensor.qtensor import plain, wrapped
 from unisono.compat.vqnet.whole import whole_number
@@ -74,7 +74,7 @@ class CommController:
 
     # ---- groups --------------------------------------------------------------------------------------------------
 
-    def split_group(self, rankL: Sequence[Sequence[int]]) -> list[Group]:
+    def split_group(self, rankL: Sequence[Sequence[int]]) -> list[RankGroup]:
         """A pair (communicator, ranks) for each list; ranks outside a group have None for its communicator."""
         return groups_of(self.comm, rankL)
 
@@ -151,6 +151,6 @@ def get_host_name() -> str:
     return socket.gethostname()
 
 
-def init_group(rank_lists: Sequence[Sequence[int]]) -> list[Group]:
+def init_group(rank_lists: Sequence[Sequence[int]]) -> list[RankGroup]:
     """As CommController.split_group, for the world's ranks."""
     return groups_of(joined(), rank_lists)

@@ -13,12 +13,12 @@ from unisono.compat.vqnet.device import DEV_CPU, DEV_GPU_0, Device, device_of
 from unisono.compat.vqnet.dtype import Dtype, dtype_of
 
 
-class Size(int):
+class ElementCount(int):
     """How many elements there are, as VQNet's `size`; called, the shape, as torch's."""
 
     shape: torch.Size
 
-    def __new__(cls, shape: torch.Size) -> Size:
+    def __new__(cls, shape: torch.Size) -> ElementCount:
         made = super().__new__(cls, math.prod(shape))
         made.shape = shape
         return made
@@ -52,8 +52,8 @@ class QTensor(torch.Tensor):
         return made.as_subclass(cls).requires_grad_(requires_grad)
 
     @property
-    def size(self) -> Size:
-        return Size(self.shape)
+    def size(self) -> ElementCount:
+        return ElementCount(self.shape)
 
     @property
     def requires_grad(self) -> bool:

@@ -17,7 +17,7 @@ from unisono.errors import UsageError
 Wires = int | Sequence[int]
 
 
-class Recorder(Protocol):
+class GateTarget(Protocol):
     """What a gate needs of a machine."""
 
     def record(self, kind: str, wires: Wires, params: Any, use_dagger: bool) -> None: ...
@@ -29,7 +29,7 @@ class FunctionalGate:
     def __init__(self, kind: str, angle: float | None = None) -> None:
         self.kind, self.angle = kind, angle
 
-    def __call__(self, q_machine: Recorder, wires: Wires, params: Any = None, use_dagger: bool = False) -> None:
+    def __call__(self, q_machine: GateTarget, wires: Wires, params: Any = None, use_dagger: bool = False) -> None:
         if not hasattr(q_machine, "record"):
             raise UsageError(f"{self.kind}: q_machine is a {type(q_machine).__name__}; expected a DistributeQMachine")
         if self.angle is not None and params is not None:
