@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 from tests.launch.harness import MARK, Run, wait_for, write_script
 from unisono.launch.agent.elastic import NodeRendezvous
 from unisono.launch.job import SCRIPT, Entrypoint, NodeJob
-from unisono.launch.transport.link import Links, agent_command
+from unisono.launch.transport.link import AgentLinks, agent_command
 
 # Every rank ignores SIGTERM and has a child in a session of its own, whose parent then dies.
 STAY = """
@@ -143,7 +143,7 @@ def test_ranks_with_a_grace_period_may_save_first(tmp_path: Path, backend: str) 
 def test_an_agent_that_hears_nothing_of_its_launcher_ends_its_rank(tmp_path: Path) -> None:
     write_script(tmp_path, "import pathlib, time\npathlib.Path('up').touch()\ntime.sleep(1000)\n")
     run = Run([], tmp_path)
-    links = Links()
+    links = AgentLinks()
     link = links.start("far", agent_command(), run.variables)
     assert link.process is not None
     assert links.await_event([link], "hello", time.monotonic() + 60)

@@ -62,6 +62,23 @@ class LaunchJob:
                 return placement
         raise AssertionError(f"rank {rank} has no host")
 
+    def on_node(self, node: int, host: str, ranks: range, address: str, port: int, attempt: int) -> NodeJob:
+        """The part of the agent that runs these ranks."""
+        return NodeJob(
+            program=self.program,
+            host=host,
+            node=node,
+            nodes=len(self.placements),
+            first_rank=ranks.start,
+            count=len(ranks),
+            world=self.world,
+            address=address,
+            port=port,
+            environment=self.environment,
+            max_restarts=self.max_restarts,
+            attempt=attempt,
+        )
+
 
 @dataclass(frozen=True)
 class NodeJob:

@@ -15,7 +15,7 @@ from types import FrameType
 from unisono.errors import PreflightError
 from unisono.launch import environment, hosts, mpi_launcher
 from unisono.launch.console import Console
-from unisono.launch.job import LaunchJob, NodeJob
+from unisono.launch.job import LaunchJob
 from unisono.launch.outcome.monitor import Interrupted, Monitor, Outcome, ending
 from unisono.launch.transport import preflight, ssh
 from unisono.launch.transport.link import AgentLinks
@@ -60,20 +60,7 @@ def _attempt(job: LaunchJob, console: Console, attempt: int) -> Outcome:
         port = preflight.open_store_port(job, links, master, address)
         preflight.require_reach(links, master, address, port)
         for node, link in enumerate(links):
-            part = NodeJob(
-                program=job.program,
-                host=link.host,
-                node=node,
-                nodes=len(links.all),
-                first_rank=link.ranks.start,
-                count=len(link.ranks),
-                world=job.world,
-                address=address,
-                port=port,
-                environment=job.environment,
-                max_restarts=job.max_restarts,
-                attempt=attempt,
-            )
+            part = job.on_node(node, link.host, link.ranks, address, port, attempt)
             link.wire.send({"do": "run", "job": part.to_json()})
         with ssh.keepalive(links):
             return monitor.until_end()

@@ -17,12 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from unisono.errors import LaunchError
 from unisono.launch import environment
 from unisono.launch.console import Console
-from unisono.launch.job import LaunchJob, NodeJob
+from unisono.launch.job import LaunchJob
 from unisono.launch.outcome.monitor import Monitor, Outcome, ending
 from unisono.launch.transport import mpiexec, network, preflight
 from unisono.launch.transport.link import AgentLink, AgentLinks, agent_command, end_group
@@ -149,19 +150,8 @@ def _assign_ranks(job: LaunchJob, links: AgentLinks, attempt: int) -> None:
         rank = link.ranks.start
         placement = job.placement_of(rank)
         local = _mpi_number(link, "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK")
-        part = NodeJob(
-            program=job.program,
-            host=link.host,
-            node=job.placements.index(placement),
-            nodes=len(job.placements),
-            first_rank=rank,
-            count=1,
-            world=job.world,
-            address=address,
-            port=port,
-            environment=job.environment,
-            max_restarts=job.max_restarts,
-            attempt=attempt,
+        part = replace(
+            job.on_node(job.placements.index(placement), link.host, link.ranks, address, port, attempt),
             local_rank=rank - placement.first_rank if local is None else local,
             local_world=placement.count,
         )

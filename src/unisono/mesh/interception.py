@@ -6,10 +6,26 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch.autograd import Function
 
 from unisono.torch_compat import TorchDispatchMode
 from unisono.torch_patches import patched
+
+_aten = torch.ops.aten
+# Ops that use a tensor for its shape, dtype and device only.
+LIKE_OPS = frozenset(
+    (
+        _aten.empty_like,
+        _aten.zeros_like,
+        _aten.ones_like,
+        _aten.full_like,
+        _aten.rand_like,
+        _aten.randn_like,
+        _aten.randint_like,
+    )
+)
+NEW_OPS = frozenset((_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full))  # these, its dtype and device
 
 
 class Interception(TorchDispatchMode):

@@ -21,7 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from unisono.mesh.interception import Interception
+from unisono.mesh.interception import LIKE_OPS, Interception
 from unisono.torch_compat import disable_dispatch_modes, no_torch_function, storage_uses
 
 _aten = torch.ops.aten
@@ -40,18 +40,6 @@ _FILLS = frozenset(
         _aten.log_normal_,
         _aten.geometric_,
         _aten.random_,
-    )
-)
-# Ops that use a tensor for its shape and dtype only.
-_LIKES = frozenset(
-    (
-        _aten.empty_like,
-        _aten.zeros_like,
-        _aten.ones_like,
-        _aten.full_like,
-        _aten.rand_like,
-        _aten.randn_like,
-        _aten.randint_like,
     )
 )
 _LOOKS = (_aten._local_scalar_dense.default,)  # .item() and what comes down to it
@@ -225,7 +213,7 @@ class InitRecorder(Interception):
         if isinstance(target, TensorRef) and target.covers(self.storages[target.storage]):
             others = [ref.storage for ref in refs if ref is not target]
             overwrites |= {target.storage} - set(others)
-        reads = frozenset() if func.overloadpacket in _LIKES else frozenset(ref.storage for ref in refs) - overwrites
+        reads = frozenset() if func.overloadpacket in LIKE_OPS else frozenset(ref.storage for ref in refs) - overwrites
         writes = frozenset({ref.storage for ref in written} | overwrites)
         self.steps.append(
             RecordedOp(
@@ -295,7 +283,7 @@ class InitRecorder(Interception):
         generator = given[0] if given else torch.default_generator
         if generator.device != _CPU or self._device(args, kwargs) != _CPU:
             raise CannotRecord("random numbers are drawn on a device")
-        form_only = func.overloadpacket in _LIKES or func.overloadpacket in _FILLS
+        form_only = func.overloadpacket in LIKE_OPS or func.overloadpacket in _FILLS
 
         def stand_in(leaf: Any) -> Any:
             if isinstance(leaf, TensorRef):

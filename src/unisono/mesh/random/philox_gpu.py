@@ -41,7 +41,7 @@ def _mix(number, key0, key1, counter0, counter1):  # type: ignore[no-untyped-def
 def _word_of(  # type: ignore[no-untyped-def]
     offset, starts, start, count, length, key0, key1, counter0, counter1, SINGLE: tl.constexpr
 ):
-    """The word of each element, one mixing an element: runs may begin anywhere in a block."""
+    """The word of each element, one evaluation an element: runs may begin anywhere in a block of four."""
     if SINGLE:
         number = start.to(tl.int64) + offset
     else:
@@ -53,7 +53,7 @@ def _word_of(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _words_of_blocks(first, key0, key1, counter0, counter1, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The words of BLOCK elements from a whole block on, one mixing for four elements."""
+    """The words of BLOCK elements from a multiple of four on, one evaluation for four elements."""
     c0, c1, c2, c3 = _mix(first // 4 + tl.arange(0, BLOCK // 4), key0, key1, counter0, counter1)
     return tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), [BLOCK]).to(tl.int32, bitcast=True)
 
@@ -62,32 +62,7 @@ _VARYING = ["start", "count", "length", "key0", "key1", "counter0", "counter1", 
 
 
 @triton.jit(do_not_specialize=_VARYING)
-def _words_kernel(  # type: ignore[no-untyped-def]
-    out,
-    starts,
-    start,
-    count,
-    length,
-    key0,
-    key1,
-    counter0,
-    counter1,
-    SINGLE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    begin = tl.program_id(0).to(tl.int64) * BLOCK if WIDE else tl.program_id(0) * BLOCK
-    offset = begin + tl.arange(0, BLOCK)
-    if ALIGNED:
-        word = _words_of_blocks(start.to(tl.int64) + begin, key0, key1, counter0, counter1, BLOCK)
-    else:
-        word = _word_of(offset, starts, start, count, length, key0, key1, counter0, counter1, SINGLE)
-    tl.store(out + offset, word, mask=offset < count)
-
-
-@triton.jit(do_not_specialize=_VARYING)
-def _dropout_kernel(  # type: ignore[no-untyped-def]
+def _kernel(  # type: ignore[no-untyped-def]
     x,
     out,
     limit,
@@ -104,22 +79,27 @@ def _dropout_kernel(  # type: ignore[no-untyped-def]
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
+    DROPOUT: tl.constexpr,
 ):
+    """The words of the elements, or with DROPOUT the elements of x, those whose word is below `limit` made 0."""
     begin = tl.program_id(0).to(tl.int64) * BLOCK if WIDE else tl.program_id(0) * BLOCK
     offset = begin + tl.arange(0, BLOCK)
     if ALIGNED:
         word = _words_of_blocks(start.to(tl.int64) + begin, key0, key1, counter0, counter1, BLOCK)
     else:
         word = _word_of(offset, starts, start, count, length, key0, key1, counter0, counter1, SINGLE)
-    value = tl.load(x + offset, mask=offset < count, other=0.0)
-    kept = tl.where(word >= limit, value.to(tl.float32) * scale, 0.0)
-    tl.store(out + offset, kept.to(value.dtype), mask=offset < count)
+    if DROPOUT:
+        value = tl.load(x + offset, mask=offset < count, other=0.0)
+        kept = tl.where(word >= limit, value.to(tl.float32) * scale, 0.0)
+        tl.store(out + offset, kept.to(value.dtype), mask=offset < count)
+    else:
+        tl.store(out + offset, word, mask=offset < count)
 
 
 def words(stream: PhiloxStream, runs: Runs, device: torch.device) -> torch.Tensor:
     out = torch.empty(runs.count, dtype=torch.int32, device=device)
     with torch.cuda.device(device):
-        _words_kernel[_grid(runs)](out, **_arguments(stream, runs, device))
+        _kernel[_grid(runs)](out, out, 0, 1.0, **_arguments(stream, runs, device), DROPOUT=False)
     return out
 
 
@@ -129,7 +109,7 @@ def dropout(x: torch.Tensor, stream: PhiloxStream, runs: Runs, limit: int, scale
     out = torch.empty_like(x)
     if runs.count:
         with torch.cuda.device(x.device):
-            _dropout_kernel[_grid(runs)](x, out, limit, scale, **_arguments(stream, runs, x.device))
+            _kernel[_grid(runs)](x, out, limit, scale, **_arguments(stream, runs, x.device), DROPOUT=True)
     return out
 
 

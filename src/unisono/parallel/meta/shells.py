@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from unisono.errors import UsageError
 from unisono.mesh.interception import Interception
-from unisono.parallel.pipeline.dependence import LIKES
+from unisono.parallel.pipeline.dependence import FORM_ONLY
 from unisono.torch_compat import has_storage
 
 
@@ -38,7 +38,7 @@ class MaterializedShells(Interception):
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func._schema.is_mutable:
             self._require_unwritten(func, args, kwargs)
-        if func.overloadpacket not in LIKES:
+        if func.overloadpacket not in FORM_ONLY:
             args, kwargs = tree_map(self._real, (args, kwargs))
         return func(*args, **kwargs)
 

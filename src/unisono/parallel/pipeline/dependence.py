@@ -15,26 +15,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from unisono.mesh.interception import Interception
+from unisono.mesh.interception import LIKE_OPS, NEW_OPS, Interception
 from unisono.torch_compat import has_storage
 
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
-_aten = torch.ops.aten
-# These take a tensor for its shape, dtype and device only.
-LIKES = frozenset(
-    (
-        _aten.empty_like,
-        _aten.zeros_like,
-        _aten.ones_like,
-        _aten.full_like,
-        _aten.rand_like,
-        _aten.randn_like,
-        _aten.new_empty,
-        _aten.new_zeros,
-        _aten.new_ones,
-        _aten.new_full,
-    )
-)
+FORM_ONLY = LIKE_OPS | NEW_OPS  # ops whose result does not depend on the values of their tensors
 
 
 class Dependence(Interception):
@@ -53,7 +38,7 @@ class Dependence(Interception):
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outcome = func(*args, **kwargs)
-        if func.overloadpacket not in LIKES and (args, kwargs) in self:
+        if func.overloadpacket not in FORM_ONLY and (args, kwargs) in self:
             self.mark((outcome, _mutated(func, args, kwargs)))
         return outcome
 
