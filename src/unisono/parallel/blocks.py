@@ -46,10 +46,10 @@ def layers_of(model: nn.Module) -> Blocks | None:
     return Blocks("", tuple(child for _, child in named), tuple(name for name, _ in named))
 
 
-_MEND = "give the pipeline an nn.Sequential or a list of LayerSpec instead"
+_FIX = "give the pipeline an nn.Sequential or a list of LayerSpec instead"
 
 
-def find_blocks(model: nn.Module, fix: str = _MEND) -> Blocks:
+def find_blocks(model: nn.Module, fix: str = _FIX) -> Blocks:
     """The longest list of modules of one class in the model; of several as long, the one with most parameters.
 
     A list inside a block of another (its experts, say) is a part of that block, however long it is. `fix` tells the
@@ -64,7 +64,7 @@ def find_blocks(model: nn.Module, fix: str = _MEND) -> Blocks:
     return max(_outermost(found), key=lambda blocks: (len(blocks.modules), _weight(blocks)))
 
 
-def find_output_blocks(model: nn.Module, fix: str = _MEND) -> Blocks:
+def find_output_blocks(model: nn.Module, fix: str = _FIX) -> Blocks:
     """As `find_blocks`; of an encoder and a decoder, the decoder's, through which the sequence of the outputs runs."""
     blocks = find_blocks(model, fix)
     names = blocks.path.split(".")

@@ -114,13 +114,15 @@ def _gathered(held: Sequence[torch.Tensor], layouts: Sequence[Layout], mesh: Mes
                 kind = (splits[-1].axes, now[number].dtype, now[number].device.type)
                 groups.setdefault(kind, []).append(number)
         for (axes, *_), numbers in groups.items():
-            fixed = _fixed([now[number] for number in numbers], [left[number].pop() for number in numbers], axes, mesh)
-            for number, tensor in zip(numbers, fixed, strict=True):
+            merged = _merged(
+                [now[number] for number in numbers], [left[number].pop() for number in numbers], axes, mesh
+            )
+            for number, tensor in zip(numbers, merged, strict=True):
                 now[number] = tensor
     return [tensor.to(local.device) for tensor, local in zip(now, held, strict=True)]
 
 
-def _fixed(shards: list[torch.Tensor], splits: list[Split], axes: Axes, mesh: Mesh) -> list[torch.Tensor]:
+def _merged(shards: list[torch.Tensor], splits: list[Split], axes: Axes, mesh: Mesh) -> list[torch.Tensor]:
     """The tensors before these splits, all of which are along the same axes."""
     comm = mesh.comm(*axes)
     if comm.backend == "nccl":  # offloaded state is in host memory

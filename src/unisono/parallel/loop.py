@@ -46,7 +46,7 @@ from unisono.comm.same_data import SameBatch
 from unisono.errors import UsageError
 from unisono.mesh.random import random_ops
 from unisono.mesh.random.state import SampleDim
-from unisono.parallel import autograd_collectives as conjugates
+from unisono.parallel import autograd_collectives
 from unisono.parallel.checks.samples import Samples, find_samples
 from unisono.parallel.data.bucket import summed_axes
 from unisono.parallel.data.clip import TorchClipping
@@ -472,7 +472,7 @@ class _ShardFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> torch.Tensor:
         ctx.given = (dim, lengths, comm)
-        return conjugates.split(x.detach(), dim, lengths, comm)
+        return autograd_collectives.split(x.detach(), dim, lengths, comm)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
@@ -483,7 +483,7 @@ class _GatherFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> torch.Tensor:
         ctx.given = (dim, lengths, comm)
-        return conjugates.gather(x.detach(), dim, lengths, comm)
+        return autograd_collectives.gather(x.detach(), dim, lengths, comm)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:

@@ -39,7 +39,7 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UnisonoError, UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random.active import active_state
-from unisono.parallel import autograd_collectives as conjugates
+from unisono.parallel import autograd_collectives
 from unisono.parallel.blocks import find_output_blocks, not_called, some_of_the_tokens
 from unisono.parallel.context.sharded_attention import ShardedAttention
 from unisono.parallel.context.tokens import Tokens
@@ -286,7 +286,7 @@ class Context:
         def gathered(x: Any) -> Any:
             if x is not hidden or not isinstance(x, torch.Tensor):
                 return x
-            return tokens.ordered(conjugates.gather_to_use(x, 1, tokens.counts, self.comm), 1)
+            return tokens.ordered(autograd_collectives.gather_to_use(x, 1, tokens.counts, self.comm), 1)
 
         return tree_map(gathered, outputs)
 

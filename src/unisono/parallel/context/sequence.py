@@ -41,7 +41,7 @@ from unisono.mesh.global_index import Part
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random.active import active_state
 from unisono.mesh.random.state import Key
-from unisono.parallel import autograd_collectives as conjugates
+from unisono.parallel import autograd_collectives
 from unisono.parallel.blocks import Blocks, find_blocks, not_called, some_of_the_tokens
 from unisono.parallel.layout import Split, layout_of
 from unisono.parallel.rules.rules import Styles
@@ -85,7 +85,7 @@ class SequenceRegion(Region):
         now = (self, x._version, torch.is_grad_enabled())
         before, used = getattr(x, _USED, (None, None))
         if used is None or before != now:
-            used = conjugates.copy(x, self.comm) if x.requires_grad else x.detach()
+            used = autograd_collectives.copy(x, self.comm) if x.requires_grad else x.detach()
             setattr(used, _FULL, weakref.ref(x))
             if not x.is_inference():
                 setattr(x, _USED, (now, used))
@@ -94,7 +94,7 @@ class SequenceRegion(Region):
     def full(self, x: torch.Tensor) -> torch.Tensor:
         """What a tensor that is not sharded is outside of the blocks, where all ranks compute its full gradient."""
         outside = getattr(x, _FULL, lambda: None)()
-        return conjugates.count_once(x, self.comm) if outside is None else outside
+        return autograd_collectives.count_once(x, self.comm) if outside is None else outside
 
     @contextmanager
     def block(self, hidden: torch.Tensor, others: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -126,11 +126,11 @@ class SequenceRegion(Region):
                 "expected (batch, sequence, features)"
             )
         self.length = x.shape[DIM]
-        return conjugates.split(x, DIM, self.shards(self.length), self.comm)
+        return autograd_collectives.split(x, DIM, self.shards(self.length), self.comm)
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
         """The full tensor of which every rank has its shard; the sequence leaves the blocks."""
-        return conjugates.gather(x, DIM, self._shards_of(x.shape[DIM]), self.comm)
+        return autograd_collectives.gather(x, DIM, self._shards_of(x.shape[DIM]), self.comm)
 
     def shards(self, length: int) -> list[int]:
         return lengths_of(Split.even(TP, DIM, length, self.comm.size))
@@ -138,10 +138,10 @@ class SequenceRegion(Region):
     def leave(self, part: torch.Tensor) -> torch.Tensor:
         self._last_entered = lambda: None
         self.locate_outside()
-        return conjugates.reduce_to_shard(part, DIM, self.shards(part.shape[DIM]), self.comm)
+        return autograd_collectives.reduce_to_shard(part, DIM, self.shards(part.shape[DIM]), self.comm)
 
     def _entered(self, x: torch.Tensor) -> torch.Tensor:
-        return conjugates.gather_to_use(x, DIM, self._shards_of(x.shape[DIM]), self.comm)
+        return autograd_collectives.gather_to_use(x, DIM, self._shards_of(x.shape[DIM]), self.comm)
 
     def _shards_of(self, mine: int) -> list[int]:
         """All ranks' shards of the sequence of which this rank's one is so long.
@@ -189,10 +189,10 @@ class SequenceRegion(Region):
         # Experts take (batch x my sequence) tokens in one dim, in any order.
         mine = torch.tensor([len(value)], device=self.comm.device)
         self._tokens = [int(tokens) for tokens in self.comm.all_gather(mine)]
-        return conjugates.gather_to_use(value, 0, self._tokens, self.comm)
+        return autograd_collectives.gather_to_use(value, 0, self._tokens, self.comm)
 
     def leave_tokens(self, part: torch.Tensor) -> torch.Tensor:
-        return conjugates.reduce_to_shard(part, 0, self._tokens, self.comm)
+        return autograd_collectives.reduce_to_shard(part, 0, self._tokens, self.comm)
 
 
 class SequenceParallel:
@@ -297,7 +297,7 @@ class SequenceParallel:
             if hasattr(leaf, _FULL):
                 return region.full(leaf)
             if hidden is not None and leaf.shape == hidden.shape:
-                return conjugates.gather(leaf, DIM, lengths, region.comm)
+                return autograd_collectives.gather(leaf, DIM, lengths, region.comm)
             return self._counted_once(name, leaf)
 
         region.locate_elsewhere()
@@ -309,7 +309,7 @@ class SequenceParallel:
 
         def returned(leaf: Any) -> Any:
             if leaf is first and first is not None:
-                return conjugates.split(first, DIM, lengths, region.comm)
+                return autograd_collectives.split(first, DIM, lengths, region.comm)
             is_used = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
             return _kept(region.use(leaf), leaf) if is_used else leaf
 
@@ -325,7 +325,7 @@ class SequenceParallel:
                 f"sp runs {name} on the full sequence, and its block gives it a tensor of shape {tuple(tensor.shape)} "
                 "that is made of this rank's tokens; make it in that module, or leave sp out"
             )
-        return conjugates.count_once(tensor, self._inside.comm)
+        return autograd_collectives.count_once(tensor, self._inside.comm)
 
 
 def _kept(used: torch.Tensor, outside: torch.Tensor) -> torch.Tensor:

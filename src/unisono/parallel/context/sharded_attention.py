@@ -28,7 +28,7 @@ from unisono.mesh.global_index import Part
 from unisono.mesh.random.active import active_state
 from unisono.mesh.random.draw import Draw
 from unisono.mesh.random.state import RandomState
-from unisono.parallel import autograd_collectives as conjugates
+from unisono.parallel.autograd_collectives import gather_to_use
 from unisono.parallel.context.partial_attention import merging_dtype
 from unisono.parallel.context.ring_attention import Noise, ring_attention
 from unisono.parallel.context.tokens import Tokens
@@ -175,9 +175,7 @@ class ShardedAttention:
         if mask is None or not mask.requires_grad:
             return self._ring(q, k, v, mask, dropout_p, causal, scale)
         # The ring's backward makes no gradient of a mask; torch's attention to the keys of all ranks does.
-        keys, values = (
-            self.tokens.ordered(conjugates.gather_to_use(x, 2, self.tokens.counts, self.comm), 2) for x in (k, v)
-        )
+        keys, values = (self.tokens.ordered(gather_to_use(x, 2, self.tokens.counts, self.comm), 2) for x in (k, v))
         return self._second_sequence(attend, q, keys, values, mask, dropout_p, causal, scale)
 
     def _is_causal(self, calls: list[_AttentionCall]) -> bool:
@@ -236,7 +234,7 @@ class ShardedAttention:
         if all(c.columns == count and c.rows == 1 for c, count in zip(calls, tokens.counts, strict=True)):
             if mask.requires_grad:
                 dim = mask.dim() - 1
-                return tokens.ordered(conjugates.gather_to_use(mask, dim, tokens.counts, self.comm), dim)
+                return tokens.ordered(gather_to_use(mask, dim, tokens.counts, self.comm), dim)
             return tokens.join(self.comm.all_gather(mask.contiguous(), uneven=True), -1)
         if all(c.columns in (1, length) and c.rows in (1, length) for c in calls):
             return mask

@@ -30,7 +30,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.parallel import autograd_collectives as conjugates
+from unisono.parallel import autograd_collectives
 from unisono.parallel.inputs import call
 from unisono.parallel.loss.loss import GlobalLoss, Loss, name_of
 from unisono.parallel.loss.model_loss import BatchDependence, on_two_sizes
@@ -89,7 +89,7 @@ class GatheredLoss(GlobalLoss):
             return contextlib.nullcontext()
         comm, lengths = self._comm, self.lengths
         return GatheredProducts(
-            model, lengths[comm.rank], lambda x, dim: conjugates.gather_to_use(x, dim, lengths, comm)
+            model, lengths[comm.rank], lambda x, dim: autograd_collectives.gather_to_use(x, dim, lengths, comm)
         )
 
 
@@ -187,7 +187,7 @@ class _BatchLossTrial:
 
 def _gathered(leaf: torch.Tensor, lengths: list[int], comm: Communicator) -> torch.Tensor:
     if leaf.requires_grad:
-        return conjugates.gather_to_use(leaf, 0, lengths, comm)
+        return autograd_collectives.gather_to_use(leaf, 0, lengths, comm)
     return torch.cat(comm.all_gather(leaf.contiguous(), uneven=True))
 
 

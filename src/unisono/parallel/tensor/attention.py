@@ -19,7 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from unisono.errors import UsageError
-from unisono.parallel import autograd_collectives as conjugates
+from unisono.parallel import autograd_collectives
 from unisono.parallel.tensor.custom_layers import is_plain
 from unisono.parallel.tensor.linear import RowParallelLinear
 from unisono.parallel.tensor.parameter_shards import ParameterSharder, packed
@@ -137,7 +137,7 @@ def share_rope_key(attention: nn.Module, layer: nn.Module, region: Region) -> No
 def _with_shared_key(region: Region, width: int, forward: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
     y = forward(x)
     latent, key = y.split([y.shape[-1] - width, width], -1)
-    return torch.cat([latent, conjugates.copy(key, region.comm)], -1)
+    return torch.cat([latent, autograd_collectives.copy(key, region.comm)], -1)
 
 
 def require_latent(name: str, attention: nn.Module, ranks: int) -> None:
@@ -304,8 +304,8 @@ class ParallelMultiheadAttention(nn.Module):
     def _shown(self, weights: torch.Tensor, average: bool) -> torch.Tensor:
         comm = self.region.comm
         if average:
-            return conjugates.reduce(weights.sum(1) / self.all_heads, comm)
-        return conjugates.gather(weights, 1, [self.num_heads] * comm.size, comm)
+            return autograd_collectives.reduce(weights.sum(1) / self.all_heads, comm)
+        return autograd_collectives.gather(weights, 1, [self.num_heads] * comm.size, comm)
 
     def extra_repr(self) -> str:
         return f"{self.embed_dim}, heads={self.num_heads} of {self.all_heads}"

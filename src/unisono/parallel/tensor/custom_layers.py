@@ -33,7 +33,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from unisono.errors import UsageError
 from unisono.mesh.deferred_init.deferred_model import source_of
-from unisono.parallel import autograd_collectives as conjugates
+from unisono.parallel import autograd_collectives
 from unisono.parallel.layout import Split
 from unisono.parallel.pipeline.off_stage import is_off_stage
 from unisono.parallel.rules.rules import Style
@@ -169,19 +169,19 @@ class _OwnForward:
     def _column(self, x: torch.Tensor) -> torch.Tensor:
         y = self._own(self.region.enter(x))
         if self.style.kind == "column_gather":
-            return conjugates.gather(y, -1, lengths_of(self.cut.split), self.region.comm)
+            return autograd_collectives.gather(y, -1, lengths_of(self.cut.split), self.region.comm)
         totals = sorted({self.cut.size, *part_lengths(self.cut.size, self.cut.parts)})
         self.region.locate_inside(totals, self.cut.split if len(self.cut.parts) > 1 else None)
         return y
 
     def _row(self, x: torch.Tensor) -> torch.Tensor:
         if self.style.kind == "row_split":
-            x = conjugates.split(x, -1, lengths_of(self.cut.split), self.region.comm)
+            x = autograd_collectives.split(x, -1, lengths_of(self.cut.split), self.region.comm)
         return self.region.leave(self._own(x))
 
     def _vocab(self, tokens: torch.Tensor) -> torch.Tensor:
         mine = _looked_up(self._own, tokens, self.cut.split.held[self.region.comm.rank])
-        return mine if is_off_stage(self.module) else conjugates.reduce(mine, self.region.comm)
+        return mine if is_off_stage(self.module) else autograd_collectives.reduce(mine, self.region.comm)
 
     def _own(self, x: torch.Tensor) -> torch.Tensor:
         with self._local_tensors():

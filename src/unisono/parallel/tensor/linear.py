@@ -21,7 +21,7 @@ from torch import nn
 from unisono.comm.communicator import Communicator
 from unisono.comm.rendezvous import world as worlds
 from unisono.errors import UsageError
-from unisono.parallel import autograd_collectives as conjugates
+from unisono.parallel import autograd_collectives
 from unisono.parallel.tensor import deferred
 from unisono.parallel.tensor.parameter_shards import ParameterSharder, lengths_of, packed
 from unisono.parallel.tensor.region import Region
@@ -171,7 +171,7 @@ class ColumnParallelLinear(_ParallelLinear):
         can_wait = self.is_inside or self.region.has_just_entered(x, self)
         y = deferred.linear(x, weight, self.bias) if can_wait else F.linear(x, weight, self.bias)
         if self.gather_output:
-            return conjugates.gather(y, -1, self.lengths, self.region.comm)
+            return autograd_collectives.gather(y, -1, self.lengths, self.region.comm)
         self.region.locate_inside(self.totals, self.packed)
         return y
 
@@ -237,10 +237,10 @@ class RowParallelLinear(_ParallelLinear):
             self._require_width(x, self.lengths[comm.rank], "this rank's shard of the input features")
         else:
             self._require_width(x, self.in_features, "the whole of the input features")
-            x = conjugates.split(x, -1, self.lengths, comm)
+            x = autograd_collectives.split(x, -1, self.lengths, comm)
         if self.is_inside:
-            y = conjugates.reduce(self._linear(x, None), comm)
-            return conjugates.copy(y if self.bias is None else y + self.bias, comm)
+            y = autograd_collectives.reduce(self._linear(x, None), comm)
+            return autograd_collectives.copy(y if self.bias is None else y + self.bias, comm)
         y = self.region.leave(self._linear(x, None))
         return y if self.bias is None else y + self.bias
 

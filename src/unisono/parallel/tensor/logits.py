@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.interception import function_arguments
-from unisono.parallel import autograd_collectives as conjugates
+from unisono.parallel import autograd_collectives
 from unisono.parallel.layout import Split
 from unisono.parallel.tensor.parameter_shards import TP, lengths_of
 from unisono.parallel.tensor.vocabulary import vocab_parallel_cross_entropy
@@ -76,7 +76,7 @@ def keep_in_shards(head: nn.Module, vocabulary: int, comm: Communicator) -> None
     def leave(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         if _is_wanted:
             return _shard(output, comm, lengths)
-        return conjugates.gather(output, -1, lengths, comm)
+        return autograd_collectives.gather(output, -1, lengths, comm)
 
     head.register_forward_hook(leave)
     _heads.add(head)
@@ -111,7 +111,7 @@ def full_of_shard(leaf: Any) -> Any:
         now = (leaf._version, torch.is_grad_enabled())
         before, full = getattr(leaf, _GATHERED, (None, None))
         if full is None or before != now:
-            full = conjugates.gather(leaf.as_subclass(torch.Tensor), -1, leaf.lengths, leaf.comm)
+            full = autograd_collectives.gather(leaf.as_subclass(torch.Tensor), -1, leaf.lengths, leaf.comm)
             setattr(leaf, _GATHERED, (now, full))
         return full
 

@@ -20,7 +20,7 @@ from unisono.errors import UsageError
 from unisono.mesh.global_index import Part
 from unisono.mesh.random.active import active_state
 from unisono.mesh.random.state import Key
-from unisono.parallel import autograd_collectives as conjugates
+from unisono.parallel import autograd_collectives
 from unisono.parallel.layout import Split
 from unisono.parallel.tensor.parameter_shards import TP
 
@@ -71,7 +71,7 @@ class Region:
         """The sum of all ranks' parts, where a layer sharded by rows ends the region."""
         self._last_entered = lambda: None
         self.locate_outside()
-        return conjugates.reduce(part, self.comm)
+        return autograd_collectives.reduce(part, self.comm)
 
     def locate_inside(self, totals: Sequence[int], packed: Split | None = None) -> None:
         """Dropouts from here on are inside; `totals` are how many features a tensor there has on all ranks together.
@@ -137,7 +137,7 @@ class Region:
         return {dim: mine}
 
     def _entered(self, x: torch.Tensor) -> torch.Tensor:
-        return conjugates.copy(x, self.comm)
+        return autograd_collectives.copy(x, self.comm)
 
     def enter_tokens(self, value: Any) -> Any:
         """As `enter`, for arguments whose first dim are tokens: of experts. Other arguments stay as they are."""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from unisono.errors import UsageError
-from unisono.parallel import autograd_collectives as conjugates
+from unisono.parallel import autograd_collectives
 from unisono.parallel.layout import Split
 from unisono.parallel.rules.rules import Style, Styles
 from unisono.parallel.tensor.custom_layers import weight_hooks
@@ -118,12 +118,12 @@ class _Shards:
         self.order = torch.tensor(order)
 
     def gathered(self, shard: torch.Tensor) -> torch.Tensor:
-        full = conjugates.gather(shard, -1, self.lengths, self.comm)
+        full = autograd_collectives.gather(shard, -1, self.lengths, self.comm)
         return full if self.is_in_order else full.index_select(-1, self.order.argsort().to(full.device))
 
     def shard(self, full: torch.Tensor) -> torch.Tensor:
         ordered = full if self.is_in_order else full.index_select(-1, self.order.to(full.device))
-        return conjugates.split(ordered, -1, self.lengths, self.comm)
+        return autograd_collectives.split(ordered, -1, self.lengths, self.comm)
 
 
 def _given_full_output(hook: Callable[..., Any], shards: _Shards) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from torch import nn
 from unisono.comm.communicator import Communicator
 from unisono.comm.rendezvous import world as worlds
 from unisono.errors import UsageError
-from unisono.parallel import autograd_collectives as conjugates
+from unisono.parallel import autograd_collectives
 from unisono.parallel.layout import Split
 from unisono.parallel.pipeline.off_stage import is_off_stage
 from unisono.parallel.tensor.linear import Initialiser
@@ -76,7 +76,7 @@ class VocabParallelEmbedding(nn.Module):
         if not len(self.weight):
             mine = self.weight.sum() + self.weight.new_zeros(*tokens.shape, self.embedding_dim)
             return self._summed(mine)
-        conjugates.require_eager(tokens, "a sharded embedding runs")
+        autograd_collectives.require_eager(tokens, "a sharded embedding runs")
         self._require_known(tokens)
         elsewhere = (tokens < self.first) | (tokens > self.last)
         padding = self.padding_idx
@@ -85,7 +85,7 @@ class VocabParallelEmbedding(nn.Module):
         return self._summed(mine.masked_fill(elsewhere.unsqueeze(-1), 0.0))
 
     def _summed(self, mine: torch.Tensor) -> torch.Tensor:
-        return mine if is_off_stage(self) else conjugates.reduce(mine, self.comm)
+        return mine if is_off_stage(self) else autograd_collectives.reduce(mine, self.comm)
 
     def _require_known(self, tokens: torch.Tensor) -> None:
         # On a GPU this would wait for the device; there an unknown token gives zeros.
@@ -202,7 +202,7 @@ class _CrossEntropy(torch.autograd.Function):
         return losses.masked_fill(ignored, 0.0).to(ctx.dtype)
 
     @staticmethod
-    @conjugates.first_order_only(
+    @autograd_collectives.first_order_only(
         "cross entropy of sharded logits", 'keep the head full with a rule {"NAME OF THE HEAD": "whole"}'
     )
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
