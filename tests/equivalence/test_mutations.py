@@ -16,7 +16,7 @@ from tests.ranks import RankPool
 from unisono.parallel.context.sharded_attention import ShardedAttention
 from unisono.parallel.context.tokens import Tokens
 from unisono.parallel.expert.expert import MoE
-from unisono.parallel.share import Share, rows_between
+from unisono.parallel.share import Share, batch_slice
 from unisono.parallel.trainer import Trainer
 from unisono.parallel.zero.zero import ShardedOptimizer
 
@@ -227,7 +227,7 @@ def repeat_samples(trainer: Trainer) -> None:
 
     def first(batch: Any) -> Share:
         own = mine(batch)
-        return Share(rows_between(batch, 0, len(own.positions)), own.positions, own.of)
+        return Share(batch_slice(batch, 0, len(own.positions)), own.positions, own.of)
 
     trainer._mine = first  # type: ignore[method-assign]
 

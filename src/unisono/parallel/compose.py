@@ -36,7 +36,7 @@ from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.split import StageSplit, require_stages, split
 from unisono.parallel.pipeline.tied import TiedGradients
 from unisono.parallel.recompute import is_recomputed, recompute
-from unisono.parallel.share import BatchDim, first_rows, share, shares
+from unisono.parallel.share import BatchDim, first_batch_size, share, shares
 from unisono.parallel.tensor.head_width import HeadWidth
 from unisono.parallel.tensor.tensor_parallel import tensor_parallelize
 from unisono.parallel.trainer import Trainer
@@ -221,10 +221,10 @@ def example_inputs(plan: Plan, example: tuple[Any, Any] | None, batch_dim: Batch
     if example is None:
         raise UsageError("a pipeline needs an example batch to find its stages; pass example=(inputs, targets)")
     parts = plan.dp * plan.microbatches
-    rows = first_rows(example, batch_dim)
-    if rows < parts:
+    batch_size = first_batch_size(example, batch_dim)
+    if batch_size < parts:
         raise UsageError(
-            f"the example has {rows} samples for {plan.dp} data ranks x {plan.microbatches} "
+            f"the example has {batch_size} samples for {plan.dp} data ranks x {plan.microbatches} "
             f"microbatches; expected at least {parts}"
         )
     return shares(share(example, index, plan.dp, batch_dim).batch, plan.microbatches, batch_dim)[0].batch[0]

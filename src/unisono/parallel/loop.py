@@ -55,7 +55,7 @@ from unisono.parallel.expert.expert import MoE, needs_full_batch
 from unisono.parallel.inputs import register_dataclasses
 from unisono.parallel.layout import Split, layout_of
 from unisono.parallel.precision import HALVES
-from unisono.parallel.share import rows_of
+from unisono.parallel.share import batch_size_of
 from unisono.parallel.tensor.logits import in_shards
 from unisono.parallel.zero.units import on_gradient, refuse_create_graph
 from unisono.parallel.zero.zero import ShardedOptimizer
@@ -168,7 +168,7 @@ class OwnLoop:
                 f"batch_dim={trainer.batch_dim!r}: a loop of your own under data parallelism takes batches with "
                 "samples first; use trainer.step(batch)"
             )
-        call.rows = rows_of(given)
+        call.batch_size = batch_size_of(given)
         return self._with_local(call, given) if trainer.batch == "local" else self._sharded(call, given)
 
     def _try_samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -202,21 +202,21 @@ class OwnLoop:
             warnings.warn(trainer.proof, stacklevel=2)
 
     def _sharded(self, call: _ModelCall, given: Any) -> Any:
-        held = Split.even((), 0, call.rows, self._data.size).held
+        held = Split.even((), 0, call.batch_size, self._data.size).held
         call.lengths = [len(each) for each in held]
         mine = held[self._data.rank]
         assert isinstance(mine, range)
-        call.scope.enter_context(self._trainer.random.samples(mine, of=call.rows))
+        call.scope.enter_context(self._trainer.random.samples(mine, of=call.batch_size))
         shard = _Shard(0, call.lengths, self._data)
         return tree_map(lambda leaf: shard(leaf) if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf, given)
 
     def _with_local(self, call: _ModelCall, given: Any) -> Any:
-        rank, rows = self._data.rank, call.rows
-        positions = range(rank * rows, (rank + 1) * rows)
-        call.scope.enter_context(self._trainer.random.samples(positions, of=rows * self._data.size))
+        rank, batch_size = self._data.rank, call.batch_size
+        positions = range(rank * batch_size, (rank + 1) * batch_size)
+        call.scope.enter_context(self._trainer.random.samples(positions, of=batch_size * self._data.size))
         if torch.is_grad_enabled():
-            extremes = torch.tensor([rows, -rows], device=self._data.device)
-            self._counting.append((self._data.all_reduce(extremes, "max", async_op=True), rows))
+            extremes = torch.tensor([batch_size, -batch_size], device=self._data.device)
+            self._counting.append((self._data.all_reduce(extremes, "max", async_op=True), batch_size))
         return given
 
     def _after_forward(self, outputs: Any) -> Any:
@@ -285,14 +285,15 @@ class OwnLoop:
                 raise _hidden(keystr(path), leaf)
             if not isinstance(leaf, torch.Tensor) or where is None:
                 continue
-            rows = sum(lengths)
+            batch_size = sum(lengths)
             held = leaf.shape[where.dim] if where.dim is not None else 0
             times, rest = divmod(held, max(lengths[self._data.rank], 1))
             if where.dim is None or where.alternates or rest:
                 raise UsageError(
                     f"the model's output{keystr(path)} of shape {tuple(leaf.shape)} cannot be gathered from the data "
-                    f"ranks for {rows} samples: it is made of all of them, or does not have them one after the other; "
-                    "expected one row a sample: compute losses and means outside the model, or use trainer.step(batch)"
+                    f"ranks for {batch_size} samples: it is made of all of them, or does not have them one after the "
+                    "other; expected one row a sample: compute losses and means outside the model, or use "
+                    "trainer.step(batch)"
                 )
             leaves[number] = _GatherShards(where.dim, [times * each for each in lengths], self._data)(leaf)
         return tree_unflatten(leaves, spec)
@@ -346,13 +347,13 @@ class OwnLoop:
 
     def _require_equal_counts(self) -> None:
         counting, self._counting = self._counting, []
-        for handle, rows in counting:
+        for handle, batch_size in counting:
             most, least = handle.wait().tolist()
             if most != -least:
                 raise UsageError(
-                    f'batch="local": this rank called the model with {rows} samples, while ranks had between {-least} '
-                    f"and {most}; the mean of their losses is not that of all samples: give each rank equally many "
-                    "(drop_last=True), or use trainer.step(batch), which takes any number"
+                    f'batch="local": this rank called the model with {batch_size} samples, while ranks had between '
+                    f"{-least} and {most}; the mean of their losses is not that of all samples: give each rank equally "
+                    "many (drop_last=True), or use trainer.step(batch), which takes any number"
                 )
 
     # ---- update --------------------------------------------------------------------------------------------------
@@ -407,18 +408,18 @@ class _ModelCall:
     def __init__(self, is_own: bool) -> None:
         self.is_own = is_own  # the user's, and not one within a step of the trainer or within another call
         self.scope = contextlib.ExitStack()
-        self.rows = 0
+        self.batch_size = 0
         self.lengths: Lengths | None = None  # numbers of samples of the data ranks, where the batch was sharded
         self.leave: _ScaleGradient | None = None
 
 
-def _without_samples(outputs: Any, rows: int) -> str | None:
+def _without_samples(outputs: Any, batch_size: int) -> str | None:
     for path, leaf in tree_flatten_with_path(outputs)[0]:
-        if isinstance(leaf, torch.Tensor) and (not leaf.ndim or leaf.shape[0] != rows):
+        if isinstance(leaf, torch.Tensor) and (not leaf.ndim or leaf.shape[0] != batch_size):
             return (
-                f"the model's output{keystr(path)} is of shape {tuple(leaf.shape)} for a data rank's {rows} samples; "
-                "expected one row a sample, so that outputs can be gathered: compute losses and means outside the "
-                'model, or use trainer.step(batch), or parallelize(..., batch="local") to average over ranks'
+                f"the model's output{keystr(path)} is of shape {tuple(leaf.shape)} for a data rank's {batch_size} "
+                "samples; expected one row a sample, so that outputs can be gathered: compute losses and means outside "
+                'the model, or use trainer.step(batch), or parallelize(..., batch="local") to average over ranks'
             )
         if _hides_tensors(leaf):
             return str(_hidden(keystr(path), leaf))

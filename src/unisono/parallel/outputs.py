@@ -18,12 +18,12 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 def joined(
     parts: Sequence[Any],
-    rows: Sequence[int],
+    batch_sizes: Sequence[int],
     comm: Communicator,
     output_dims: Sequence[SampleDim | None],
     may_lack_samples: bool = False,
 ) -> Any:
-    """`parts` are this rank's outputs for its microbatches of `rows` samples; `comm` joins the data ranks.
+    """`parts` are this rank's outputs for its microbatches, of `batch_sizes` samples; `comm` joins the data ranks.
 
     places: where samples are in each leaf; one that is made of all samples (dim=None) is refused. Of what is no tensor,
     and with `may_lack_samples` of tensors without samples, the first is taken: they must not depend on the samples.
@@ -31,7 +31,7 @@ def joined(
     if len(parts) == 1 and comm.size == 1:
         return parts[0]
     # A part may look right by chance: so that no rank waits for one that refuses, all hear what each has found.
-    wrong = next(filter(None, comm.all_gather_object(_fault(parts, rows, output_dims, may_lack_samples))), None)
+    wrong = next(filter(None, comm.all_gather_object(_fault(parts, batch_sizes, output_dims, may_lack_samples))), None)
     if wrong:
         raise UsageError(f"predict: {wrong}")
     flat = [tree_flatten(part) for part in parts]
@@ -47,12 +47,12 @@ def joined(
 
 
 def _fault(
-    parts: Sequence[Any], rows: Sequence[int], output_dims: Sequence[SampleDim | None], may_lack_samples: bool
+    parts: Sequence[Any], batch_sizes: Sequence[int], output_dims: Sequence[SampleDim | None], may_lack_samples: bool
 ) -> str:
     """Why outputs cannot be joined; empty where they can."""
     if any(tree_flatten(part)[1] != tree_flatten(parts[0])[1] for part in parts):
         return "the structure of the model's output differs between microbatches"
-    for part, count in zip(parts, rows, strict=True):
+    for part, count in zip(parts, batch_sizes, strict=True):
         for (path, leaf), where in zip(tree_flatten_with_path(part)[0], output_dims, strict=True):
             dim = None if where is None else where.dim
             if isinstance(leaf, torch.Tensor) and where is not None and dim is None:

@@ -25,26 +25,26 @@ BatchDim = Any  # an int or None for all tensors below, or the structure of a ba
 
 
 class Share(NamedTuple):
-    batch: Any  # of the same structure as the full batch; what is no tensor with rows is shared by all
-    positions: range  # of its rows in the full batch
-    of: int  # rows of the full batch
+    batch: Any  # of the same structure as the full batch; what is no tensor with samples is shared by all
+    positions: range  # of its samples in the full batch
+    of: int  # samples of the full batch
 
 
 def share(batch: Any, index: int, count: int, dim: BatchDim = 0) -> Share:
     """Part `index` of `count` of a batch, split along the batch dim of every tensor in it.
 
-    Parts follow each other and differ by one row at most, the longer ones first; where there are fewer rows than parts
-    the last ones are empty. The batch may be a tensor, or tuples, lists and dicts of them.
+    Parts follow each other and differ by one sample at most, the longer ones first; where there are fewer samples than
+    parts the last ones are empty. The batch may be a tensor, or tuples, lists and dicts of them.
     """
     if not 0 <= index < count:
         raise UsageError(f"part {index} of {count} of a batch; expected 0 to {count - 1}")
     if count == 1:  # nothing to shard: tensors without samples do no harm
-        rows = first_rows(batch, dim)
-        return Share(batch, range(rows), rows)
-    rows = rows_of(batch, dim)
-    held = Split.even((), 0, rows, count).held[index]
+        batch_size = first_batch_size(batch, dim)
+        return Share(batch, range(batch_size), batch_size)
+    batch_size = batch_size_of(batch, dim)
+    held = Split.even((), 0, batch_size, count).held[index]
     assert isinstance(held, range)
-    return Share(rows_between(batch, held.start, held.stop, dim), held, rows)
+    return Share(batch_slice(batch, held.start, held.stop, dim), held, batch_size)
 
 
 def shares(batch: Any, count: int, dim: BatchDim = 0) -> list[Share]:
@@ -65,7 +65,7 @@ def full_batch_of(parts: list[Share], dim: BatchDim = 0) -> Any:
 
 @contextmanager
 def run_on(part: Share) -> Iterator[None]:
-    """The scope of a model's run on a part. One without rows is run as well, so that ranks stay in step; not every
+    """The scope of a model's run on a part. One without samples is run as well, so that ranks stay in step; not every
     layer of torch can be."""
     try:
         yield
@@ -80,7 +80,7 @@ def run_on(part: Share) -> Iterator[None]:
         ) from error
 
 
-def rows_of(batch: Any, dim: BatchDim = 0) -> int:
+def batch_size_of(batch: Any, dim: BatchDim = 0) -> int:
     """How many samples a batch has: the length of the batch dim, in which all its tensors must agree."""
     lengths = set(_lengths(batch, dim))
     if len(lengths) == 1:
@@ -92,22 +92,22 @@ def rows_of(batch: Any, dim: BatchDim = 0) -> int:
         if along is not None
     }
     if not found:
-        raise UsageError(f"a batch of {type(batch).__name__} without tensors that have rows cannot be sharded")
-    shown = ", ".join(f"{name} has {rows}" for name, rows in found.items())
+        raise UsageError(f"a batch of {type(batch).__name__} without tensors that have samples cannot be sharded")
+    shown = ", ".join(f"{name} has {length}" for name, length in found.items())
     raise UsageError(
-        f"the batch's tensors differ in their number of rows: {shown}; expected one a sample: say where samples are "
+        f"the batch's tensors differ in their number of samples: {shown}; say where samples are "
         "with batch_dim=, as batch_dim=1 for time-major batches or batch_dim=((0, None), 0) for a second input "
         "without samples"
     )
 
 
-def first_rows(batch: Any, dim: BatchDim = 0) -> int:
+def first_batch_size(batch: Any, dim: BatchDim = 0) -> int:
     """How many samples a batch has that is not sharded, whose tensors may differ: those of the first tensor; 1 where
     none has samples."""
     return next(_lengths(batch, dim), 1)
 
 
-def rows_between(batch: Any, first: int, last: int, dim: BatchDim = 0) -> Any:
+def batch_slice(batch: Any, first: int, last: int, dim: BatchDim = 0) -> Any:
     leaves, spec = tree_flatten(batch)
     dims = dims_of(batch, dim)
     return tree_unflatten(
@@ -121,16 +121,16 @@ def rows_between(batch: Any, first: int, last: int, dim: BatchDim = 0) -> Any:
 
 def first_samples(batch: Any, count: int, dim: BatchDim = 0) -> Any:
     """Some samples of a batch; all of it where its tensors differ in their number."""
-    return rows_between(batch, 0, count, dim) if len(set(_lengths(batch, dim))) == 1 else batch
+    return batch_slice(batch, 0, count, dim) if len(set(_lengths(batch, dim))) == 1 else batch
 
 
-def samples_between(leaf: Any, where: SampleDim | None, rows: int, first: int, last: int) -> Any:
+def samples_between(leaf: Any, where: SampleDim | None, batch_size: int, first: int, last: int) -> Any:
     """Of a tensor for so many samples, those of some of them; what has no samples stays as it is."""
-    if where is None or where.dim is None or not rows or leaf.shape[where.dim] % rows:
+    if where is None or where.dim is None or not batch_size or leaf.shape[where.dim] % batch_size:
         return leaf
-    dim, times = where.dim, leaf.shape[where.dim] // rows
+    dim, times = where.dim, leaf.shape[where.dim] // batch_size
     if where.alternates:
-        apart = leaf.unflatten(dim, (times, rows)).narrow(dim + 1, first, last - first)
+        apart = leaf.unflatten(dim, (times, batch_size)).narrow(dim + 1, first, last - first)
         return apart.flatten(dim, dim + 1)
     return leaf.narrow(dim, first * times, (last - first) * times)
 
@@ -187,3 +187,6 @@ def _fitting(leaf: Any, dim: int) -> int | None:
     if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
         return None
     return min(dim, leaf.ndim - 1)
+
+
+rows_of, first_rows = batch_size_of, first_batch_size  # by the names that the planner and the simulator still use

@@ -45,11 +45,11 @@ from unisono.parallel.precision import FULL, LossScaler, Precision, autocast
 from unisono.parallel.share import (
     BatchDim,
     Share,
+    batch_size_of,
+    batch_slice,
     dims_of,
-    first_rows,
+    first_batch_size,
     inputs_dim,
-    rows_between,
-    rows_of,
     run_on,
     share,
     shares,
@@ -265,7 +265,7 @@ class Trainer:
         with self.replicas.stepping(), self._evaluating():
             self._try_prediction(batch)
             with self._cut(batch, wants_loss=False):
-                rows = [len(part.positions) for part in self._microbatches]
+                batch_sizes = [len(part.positions) for part in self._microbatches]
                 if self.pipeline is not None:
                     outputs = self.pipeline.predict([self._inputs(part) for part in self._microbatches])
                 else:
@@ -274,14 +274,14 @@ class Trainer:
                         with self._microbatch(number), self.computing(), run_on(part):
                             outputs.append(call(self.model, self._inputs(part)))
         outputs = [with_full_sequences(part, self.context) for part in outputs]
-        output_dims = self.prediction_dims_of(outputs[0], rows[0])
+        output_dims = self.prediction_dims_of(outputs[0], batch_sizes[0])
         are_known = any(known is not None and output_dims is known.outputs for known in (self._predicts, self.samples))
-        return joined(outputs, rows, self.mesh.comm(*DATA), output_dims, may_lack_samples=are_known)
+        return joined(outputs, batch_sizes, self.mesh.comm(*DATA), output_dims, may_lack_samples=are_known)
 
     def _try_prediction(self, batch: Batch) -> None:
         """In evaluation mode a model may return other outputs than those that were tried before training."""
         is_sharded = self.part[1] * self.plan.microbatches > 1 and self.pipeline is None and self.context is None
-        samples = batch.of if isinstance(batch, Share) else first_rows(batch, self.batch_dim)
+        samples = batch.of if isinstance(batch, Share) else first_batch_size(batch, self.batch_dim)
         if self._tries_predictions and is_sharded and samples > 1:
             self._tries_predictions = False
             self._predicts = self._tried_samples(batch, None)
@@ -354,7 +354,7 @@ class Trainer:
         """Find out where samples are, on the first samples of some ranks' parts; all ranks refuse alike."""
         mine = self._mine(batch)
         comm = self.mesh.comm(*DATA)
-        few = [rows_between(mine.batch, 0, 2, self.batch_dim)]
+        few = [batch_slice(mine.batch, 0, 2, self.batch_dim)]
         if comm.size > 1:
             few = comm.all_gather_object(few[0])
         samples, refusal = None, None
@@ -375,13 +375,13 @@ class Trainer:
             yield
             return
         self.random.full_shapes = self.head_width.drawn_shapes(inputs)
-        self.random.full_samples = first_rows(inputs, inputs_dim(self.batch_dim))
+        self.random.full_samples = first_batch_size(inputs, inputs_dim(self.batch_dim))
         with self.head_width.required(inputs):
             yield
         self.head_width = None
 
     def _mine(self, batch: Batch) -> Share:
-        """This rank's share. One that holds all rows is the full batch, whoever read it."""
+        """This rank's share. One that holds all samples is the full batch, whoever read it."""
         if not isinstance(batch, Share):
             if self.batch == "local":
                 return self._share_of_local(batch)
@@ -394,8 +394,8 @@ class Trainer:
         due = Split.even((), 0, batch.of, count).held[index]
         if batch.positions != due:
             raise UsageError(
-                f"a share that holds rows {_shown(batch.positions)} of {batch.of}, but this rank's part {self.part} is "
-                f"{_shown(due)}; make the loader with Loader(..., part=trainer.part)"
+                f"a share that holds samples {_shown(batch.positions)} of {batch.of}, but this rank's part {self.part} "
+                f"is {_shown(due)}; make the loader with Loader(..., part=trainer.part)"
             )
         return batch
 
@@ -403,16 +403,16 @@ class Trainer:
         """The global batch is the local batches of the data ranks, one after the other."""
         self._same_share.require(batch)
         comm = self.mesh.comm(*DATA)
-        mine = torch.tensor([rows_of(batch, self.batch_dim)], device=comm.device)
+        mine = torch.tensor([batch_size_of(batch, self.batch_dim)], device=comm.device)
         counts = [int(count) for count in comm.all_gather(mine)] if comm.size > 1 else [int(mine)]
         before = sum(counts[: comm.rank])
         return Share(batch, range(before, before + counts[comm.rank]), sum(counts))
 
     def _require_rows(self, mine: Share) -> None:
-        rows = first_rows(mine.batch, self.batch_dim)
-        if rows != len(mine.positions):
+        batch_size = first_batch_size(mine.batch, self.batch_dim)
+        if batch_size != len(mine.positions):
             raise UsageError(
-                f"a share of {rows} samples that says it holds {len(mine.positions)} of {mine.of}; "
+                f"a share of {batch_size} samples that says it holds {len(mine.positions)} of {mine.of}; "
                 "cut batches with unisono.parallel.share.share, or give the full batch"
             )
         parts = self.mesh.size(*DATA) * self.plan.microbatches
@@ -512,26 +512,26 @@ class Trainer:
             return [(outputs, self._targets(part))]
         return self.context.shifted_runs(tree_map(full_of_shard, outputs), self._labelled(part.batch))
 
-    def _rows(self, part: Share) -> int:
+    def _batch_size(self, part: Share) -> int:
         """How many samples of the outputs for this part the rank has."""
-        rows = len(part.positions)
-        return rows if self.context is None else self.context.rows(rows)
+        batch_size = len(part.positions)
+        return batch_size if self.context is None else self.context.rows(batch_size)
 
-    def output_dims_of(self, outputs: Any, rows: int) -> Sequence[SampleDim | None]:
+    def output_dims_of(self, outputs: Any, batch_size: int) -> Sequence[SampleDim | None]:
         """Where samples are in the model's outputs for so many, leaf by leaf; None where there are none."""
-        return self._output_dims(outputs, rows, None if self._records else self.samples)
+        return self._output_dims(outputs, batch_size, None if self._records else self.samples)
 
-    def prediction_dims_of(self, outputs: Any, rows: int) -> Sequence[SampleDim | None]:
+    def prediction_dims_of(self, outputs: Any, batch_size: int) -> Sequence[SampleDim | None]:
         """The same for the outputs of `predict`."""
-        return self._output_dims(outputs, rows, self._predicts or self.samples)
+        return self._output_dims(outputs, batch_size, self._predicts or self.samples)
 
-    def _output_dims(self, outputs: Any, rows: int, known: Samples | None) -> Sequence[SampleDim | None]:
+    def _output_dims(self, outputs: Any, batch_size: int, known: Samples | None) -> Sequence[SampleDim | None]:
         leaves = tree_flatten(outputs)[0]
         if known is not None and len(known.outputs) == len(leaves):
             return known.outputs
         along = inputs_dim(self.batch_dim)
         dims = dims_of(outputs, along if isinstance(along, int) else 0)
-        have = [dim is not None and x.shape[dim] == rows for x, dim in zip(leaves, dims, strict=True)]
+        have = [dim is not None and x.shape[dim] == batch_size for x, dim in zip(leaves, dims, strict=True)]
         return [SampleDim(x.ndim, d) if has else None for x, d, has in zip(leaves, dims, have, strict=True)]
 
     def _partial_loss(self, outputs: Any, number: int) -> torch.Tensor:
@@ -542,14 +542,14 @@ class Trainer:
         if number == 0:
             if self.context is not None:
                 self.loss.learn_shift(outputs, self._targets(part))
-            rows = [self._rows(part) for part in self._microbatches]
-            output_dims = self.output_dims_of(outputs, rows[0])
+            batch_sizes = [self._batch_size(part) for part in self._microbatches]
+            output_dims = self.output_dims_of(outputs, batch_sizes[0])
             self.loss.expect(output_dims, targets_dim(self.batch_dim))
-            likes = [_with_rows(outputs, output_dims, rows[0], count) for count in rows]
+            likes = [_with_batch_size(outputs, output_dims, batch_sizes[0], count) for count in batch_sizes]
             full = None
             if self.pipeline is None and self.context is None and self._full is not None:
-                count = first_rows(self._full, self.batch_dim)
-                full = (_with_rows(outputs, output_dims, rows[0], count), self._labelled(self._full))
+                count = first_batch_size(self._full, self.batch_dim)
+                full = (_with_batch_size(outputs, output_dims, batch_sizes[0], count), self._labelled(self._full))
             pairs = [self._pairs(like, each) for like, each in zip(likes, self._microbatches, strict=True)]
             self.loss.prepare([pair for of_microbatch in pairs for pair in of_microbatch], full)
         partials = [self.loss(*pair) for pair in self._pairs(outputs, part)]
@@ -603,8 +603,8 @@ class Trainer:
             self.scaler.load_state_dict(state["scaler"])
 
 
-def _shown(rows: Sequence[int]) -> str:
-    return f"{rows[0]} to {rows[-1]}" if rows else "none"
+def _shown(samples: Sequence[int]) -> str:
+    return f"{samples[0]} to {samples[-1]}" if samples else "none"
 
 
 def takes_closure(optimizer: Optimizer) -> bool:
@@ -613,17 +613,17 @@ def takes_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def _with_rows(outputs: Any, output_dims: Sequence[SampleDim | None], rows: int, wanted: int) -> Any:
+def _with_batch_size(outputs: Any, output_dims: Sequence[SampleDim | None], batch_size: int, wanted: int) -> Any:
     """Outputs as they will be for another number of samples; for their shapes only."""
-    if rows == wanted:
+    if batch_size == wanted:
         return outputs
     leaves, spec = tree_flatten(outputs)
 
     def resized(leaf: Any, where: SampleDim | None) -> Any:
-        if where is None or where.dim is None or not rows or leaf.shape[where.dim] % rows:
+        if where is None or where.dim is None or not batch_size or leaf.shape[where.dim] % batch_size:
             return leaf
         shape = list(leaf.shape)
-        shape[where.dim] = shape[where.dim] // rows * wanted
+        shape[where.dim] = shape[where.dim] // batch_size * wanted
         return leaf.new_zeros(()).expand(shape)
 
     return tree_unflatten([resized(leaf, where) for leaf, where in zip(leaves, output_dims, strict=True)], spec)

@@ -63,12 +63,13 @@ class StepInfo:
         return line | self.values
 
 
-def tokens_of(batch: Any, rows: int) -> int | None:
-    """Number of tokens in a global batch of `rows` samples, if inputs are token ids of shape (samples, length)."""
+def tokens_of(batch: Any, batch_size: int) -> int | None:
+    """Number of tokens in a global batch of `batch_size` samples, if inputs are token ids of shape (samples,
+    length)."""
     inputs = (batch.batch if isinstance(batch, Share) else batch)[0]
     for leaf in tree_leaves(inputs):
         if isinstance(leaf, torch.Tensor) and leaf.dim() == 2 and not leaf.is_floating_point():
-            return rows * leaf.shape[1]
+            return batch_size * leaf.shape[1]
     return None
 
 

@@ -30,7 +30,7 @@ from unisono.parallel.apply import Model
 from unisono.parallel.loss.loss import Loss
 from unisono.parallel.pipeline.layers import build_whole
 from unisono.parallel.precision import Precision
-from unisono.parallel.share import BatchDim, Share, first_rows, require_batch_dim
+from unisono.parallel.share import BatchDim, Share, first_batch_size, require_batch_dim
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import Plan
 from unisono.planner.auto import Choice, Job, choice_for, choices_for
@@ -293,7 +293,7 @@ class Engine:
         if self.trainer is None and self._batch == "global":
             SameBatch(self.comm).require(batch)
         self.prepare(batch)
-        if not first_rows(batch, self._batch_dim):
+        if not first_batch_size(batch, self._batch_dim):
             raise UsageError("run: the batch has no sample; expected at least one")
         loss = self.ready.step(batch)
         if self.schedule is not None:

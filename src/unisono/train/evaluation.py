@@ -13,11 +13,11 @@ from unisono.mesh.random.state import SampleDim
 from unisono.parallel.share import (
     BatchDim,
     Share,
+    batch_size_of,
+    batch_slice,
     dims_of,
-    first_rows,
+    first_batch_size,
     inputs_dim,
-    rows_between,
-    rows_of,
     samples_between,
 )
 from unisono.parallel.trainer import Trainer
@@ -38,17 +38,17 @@ def evaluate(trainer: Trainer, batches: Iterable[Any], metrics: dict[str, Metric
     totals = dict.fromkeys(("loss", *functions), 0.0)
     samples = 0
     for batch in batches:
-        rows = batch.of if isinstance(batch, Share) else first_rows(batch, trainer.batch_dim)
+        size = batch.of if isinstance(batch, Share) else first_batch_size(batch, trainer.batch_dim)
         loss, parts = _sums_of(trainer, batch, summed)
         for name, part in parts.items():
             sums[name] = sums[name] + part if name in sums else part
-        totals["loss"] += rows * float(loss)
+        totals["loss"] += size * float(loss)
         if functions:
             inputs, targets = _global_batch(batch, next(iter(functions)))
             outputs = trainer.predict(inputs)
             for name, function in functions.items():
-                totals[name] += rows * number_of(name, function(outputs, targets))
-        samples += rows
+                totals[name] += size * number_of(name, function(outputs, targets))
+        samples += size
     if not samples:
         raise UsageError("the dataset to evaluate is empty; expected at least one sample")
     means = {name: total / samples for name, total in totals.items()}
@@ -107,17 +107,17 @@ def predict(trainer: Trainer, inputs: Any, batch_size: int, device: torch.device
             "model, e.g. torch.stack([sample[0] for sample in dataset])"
         )
     dim = inputs_dim(trainer.batch_dim)
-    rows = rows_of(inputs, dim)
+    size = batch_size_of(inputs, dim)
     require_whole_number("batch_size", batch_size, 1)
-    if not rows:
+    if not size:
         raise UsageError("predict was given no sample; expected at least one")
     inputs = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, inputs)
     least = trainer.part[1] * trainer.plan.microbatches if trainer.plan.pp > 1 else 1
     batch_size = max(batch_size, least)
     parts = []
-    for start in range(0, rows, batch_size):
-        part = rows_between(inputs, start, min(start + batch_size, rows), dim)
-        held = rows_of(part, dim)
+    for start in range(0, size, batch_size):
+        part = batch_slice(inputs, start, min(start + batch_size, size), dim)
+        held = batch_size_of(part, dim)
         outputs = trainer.predict(_with_rows(part, least, dim))
         dims = trainer.prediction_dims_of(outputs, max(held, least))
         parts.append(_first_samples(outputs, dims, max(held, least), held))
@@ -126,7 +126,7 @@ def predict(trainer: Trainer, inputs: Any, batch_size: int, device: torch.device
 
 def _with_rows(inputs: Any, least: int, dim: BatchDim) -> Any:
     """The inputs, padded with the last sample if a pipeline needs more of them."""
-    missing = least - rows_of(inputs, dim)
+    missing = least - batch_size_of(inputs, dim)
     if missing <= 0:
         return inputs
     leaves, spec = tree_flatten(inputs)
@@ -141,10 +141,10 @@ def _with_rows(inputs: Any, least: int, dim: BatchDim) -> Any:
     )
 
 
-def _first_samples(outputs: Any, dims: Sequence[SampleDim | None], rows: int, held: int) -> Any:
+def _first_samples(outputs: Any, dims: Sequence[SampleDim | None], size: int, held: int) -> Any:
     leaves, spec = tree_flatten(outputs)
     pairs = zip(leaves, dims, strict=True)
-    return tree_unflatten([samples_between(leaf, dim, rows, 0, held) for leaf, dim in pairs], spec)
+    return tree_unflatten([samples_between(leaf, dim, size, 0, held) for leaf, dim in pairs], spec)
 
 
 def _joined(parts: Sequence[Any], dims: Sequence[SampleDim | None]) -> Any:

@@ -16,7 +16,7 @@ import torch
 
 from unisono.errors import UnisonoError, UsageError
 from unisono.launch import environment
-from unisono.parallel.share import Share, first_rows
+from unisono.parallel.share import Share, first_batch_size
 from unisono.parallel.trainer import Trainer, takes_closure
 from unisono.train import evaluation, nonfinite
 from unisono.train.callbacks import Callback, StepInfo, tokens_of
@@ -193,7 +193,7 @@ class Fit:
     def _step(self, batch: Any) -> bool:
         """One step with its callbacks and checkpoint; whether a callback ends the run."""
         trainer, began = self.engine.ready, time.perf_counter()
-        rows = batch.of if isinstance(batch, Share) else first_rows(batch, trainer.batch_dim)
+        batch_size = batch.of if isinstance(batch, Share) else first_batch_size(batch, trainer.batch_dim)
         self._preemption.start_check()
         with self._observed(trainer):
             loss, is_skipped = self._trained(trainer, batch)
@@ -208,8 +208,8 @@ class Fit:
             steps=self.steps,
             loss=loss,
             rates=tuple(float(group["lr"]) for group in trainer.optimizer.param_groups if "lr" in group),
-            samples=rows,
-            tokens=tokens_of(batch, rows),
+            samples=batch_size,
+            tokens=tokens_of(batch, batch_size),
             seconds=time.perf_counter() - began,
             predicted=None if self.engine.choice is None else self.engine.choice.seconds,
             ids=self.loader.ids,

@@ -45,7 +45,7 @@ from unisono.parallel.layout import layout_of
 from unisono.parallel.loss.loss import Loss
 from unisono.parallel.meta.meta_tensors import deep_copy
 from unisono.parallel.precision import Precision
-from unisono.parallel.share import Share, first_rows, first_samples, full_batch_of, share
+from unisono.parallel.share import Share, first_batch_size, first_samples, full_batch_of, share
 from unisono.parallel.task import Task
 from unisono.parallel.tensor.region import Region
 from unisono.parallel.trainer import Trainer
@@ -230,7 +230,7 @@ class _Proof:
 
     def _take_plain_step(self, model: nn.Module, batch: tuple[Any, Any]) -> None:
         """On as many samples as take little time: a few first, to see how long they take."""
-        samples = first_rows(batch, self._dim)
+        samples = first_batch_size(batch, self._dim)
         parts = self._plan.dp * self._plan.ep * self._plan.microbatches
         few = samples if self._level == "full" else min(samples, 2 * parts)
         started = time.perf_counter()

@@ -23,7 +23,7 @@ from unisono.parallel.loss.loss import GlobalLoss, Loss
 from unisono.parallel.meta.meta_tensors import meta_copy, to_meta
 from unisono.parallel.meta.shapes import KnownShapes
 from unisono.parallel.pipeline.parameter_usage import left_as_it_was
-from unisono.parallel.share import BatchDim, first_rows, rows_between
+from unisono.parallel.share import BatchDim, batch_slice, first_batch_size
 
 _SAMPLES = 2
 
@@ -52,7 +52,7 @@ def require_fitting_loss(
             with contextlib.suppress(Exception), no_side_effects(loss), torch.device("meta"), KnownShapes(), watched:
                 asked(outputs, targets)
                 return
-        samples = rows_between(tuple(example), 0, min(_SAMPLES, first_rows(example, batch_dim)), batch_dim)
+        samples = batch_slice(tuple(example), 0, min(_SAMPLES, first_batch_size(example, batch_dim)), batch_dim)
         if any(parameter.is_meta for parameter in model.parameters()):
             made_up = _made_up(model, samples[0])
             if made_up is not None:

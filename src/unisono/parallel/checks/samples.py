@@ -43,7 +43,7 @@ from unisono.parallel.meta.shadow import OnMeta
 from unisono.parallel.meta.shapes import KnownShapes
 from unisono.parallel.pipeline.parameter_usage import left_as_it_was
 from unisono.parallel.pipeline.rehearsal import device_of
-from unisono.parallel.share import BatchDim, dims_of, inputs_dim, rows_between, rows_of, samples_between
+from unisono.parallel.share import BatchDim, batch_size_of, batch_slice, dims_of, inputs_dim, samples_between
 
 _FEW = 4
 _SMALL_META = 2 * 10**6  # parameters of a model without values that is given some to be tried
@@ -72,16 +72,16 @@ class _Job:
     all_inputs: Any
 
     @property
-    def rows(self) -> int:
-        return rows_of(self.batch, self.dim)
+    def batch_size(self) -> int:
+        return batch_size_of(self.batch, self.dim)
 
     @property
     def halves(self) -> list[range]:
-        middle = (self.rows + 1) // 2
-        return [range(middle), range(middle, self.rows)]
+        middle = (self.batch_size + 1) // 2
+        return [range(middle), range(middle, self.batch_size)]
 
     def inputs(self, held: range) -> Any:
-        return cloned(rows_between(self.batch, held.start, held.stop, self.dim)[0])
+        return cloned(batch_slice(self.batch, held.start, held.stop, self.dim)[0])
 
 
 def find_samples(
@@ -96,11 +96,11 @@ def find_samples(
 
     loss: what must not read outputs that are made of all samples. may_mix: samples may be mixed, as the loss is given
     all of them."""
-    rows = rows_of(batch, dim)
-    if rows < 2:
+    batch_size = batch_size_of(batch, dim)
+    if batch_size < 2:
         return None
     inputs, targets = batch
-    job = _Job(rows_between((inputs, targets), 0, min(_FEW, rows), dim), dim, loss, microbatches, may_mix, inputs)
+    job = _Job(batch_slice((inputs, targets), 0, min(_FEW, batch_size), dim), dim, loss, microbatches, may_mix, inputs)
     tried: nn.Module | None = model
     if any(tensor.is_meta for tensor in model.parameters()):
         is_small = sum(map(torch.numel, model.parameters())) <= _SMALL_META
@@ -123,13 +123,13 @@ def _states_outside_torch() -> dict[str, Any]:
 class _SampleTrial:
     def __init__(self, model: nn.Module, job: _Job, has_values: bool = True) -> None:
         self._model, self._job, self._has_values = model, job, has_values
-        self._watch = _Watch(model, job.rows, has_values)
+        self._watch = _Watch(model, job.batch_size, has_values)
         self._written: dict[str, _Written] = {}  # buffers that the last run has changed
 
     def found(self) -> Samples | None:
         versions = {name: parameter._version for name, parameter in self._model.named_parameters()}
         try:
-            full = self._run(range(self._job.rows))
+            full = self._run(range(self._job.batch_size))
         except UsageError:
             raise
         except Exception as error:
@@ -154,7 +154,7 @@ class _SampleTrial:
         except Exception:  # whatever a model raises here, its first step will raise too
             return None
         self._require_draws_found()
-        output_dims = _found_output_dims(full, parts[0], self._job.rows, len(self._job.halves[0]))
+        output_dims = _found_output_dims(full, parts[0], self._job.batch_size, len(self._job.halves[0]))
         if not self._has_values:
             self._watch.require_certain_order(output_dims)
             self._require_no_comparison(full, parts[0], output_dims)
@@ -165,7 +165,7 @@ class _SampleTrial:
     # ---- runs ----------------------------------------------------------------------------------------------------
 
     def _run(self, held: range, times: int = 1) -> Any:
-        self._watch.begin(held if len(held) < self._job.rows else None)
+        self._watch.begin(held if len(held) < self._job.batch_size else None)
         with contextlib.ExitStack() as scopes:
             if not self._has_values:
                 for scope in (KnownShapes(), OnMeta(device_of(self._job.batch)), evenly_visited(self._model)):
@@ -212,7 +212,7 @@ class _SampleTrial:
             raise _time_major()
         shown = (str(error).splitlines() or [type(error).__name__])[0]
         raise UsageError(
-            f"the model runs on the batch, but not on {self._job.rows} of its samples ({shown}), and dp and "
+            f"the model runs on the batch, but not on {self._job.batch_size} of its samples ({shown}), and dp and "
             "microbatches give a rank some of them only; let the model take any number of samples, or use dp=1 and "
             "microbatches=1"
         ) from error
@@ -230,7 +230,7 @@ class _SampleTrial:
 
     def _require_written_once(self) -> None:
         """Buffers that a second forward pass writes again, with other values: not a table that is filled once."""
-        self._run(range(self._job.rows), times=2)
+        self._run(range(self._job.batch_size), times=2)
         for name in self._written:
             raise UsageError(
                 f"every forward pass changes the buffer {name}, and microbatches={self._job.microbatches} runs more of "
@@ -249,7 +249,7 @@ class _SampleTrial:
                 if not isinstance(full_value, torch.Tensor) or not _is_inexact(full_value):
                     continue
                 if where is not None and where.dim is not None:
-                    if not _matches(mine, full_value, held, self._job.rows):
+                    if not _matches(mine, full_value, held, self._job.batch_size):
                         raise self._mixing()
                 elif not _are_close(mine, full_value):
                     found[number] = SampleDim(full_value.ndim, None)
@@ -290,10 +290,10 @@ class _SampleTrial:
     def _made_of_all(self, path: str, output: torch.Tensor, part: torch.Tensor) -> UsageError:
         if part.shape != output.shape:
             return UsageError(
-                f"the model's output{path} is of shape {tuple(output.shape)} for {self._job.rows} samples: it compares "
-                "samples with each other, and a rank or a microbatch has some of them only; return an embedding for "
-                "every sample and compare them in the loss, given as loss=uni.BatchLoss(loss), or use dp=1 and "
-                "microbatches=1"
+                f"the model's output{path} is of shape {tuple(output.shape)} for {self._job.batch_size} samples: it "
+                "compares samples with each other, and a rank or a microbatch has some of them only; return an "
+                "embedding for every sample and compare them in the loss, given as loss=uni.BatchLoss(loss), or use "
+                "dp=1 and microbatches=1"
             )
         return UsageError(
             f"the model's output{path} is of shape {tuple(output.shape)} for any number of samples, but its values "
@@ -325,9 +325,9 @@ class _SampleTrial:
         """The first place in the forward pass at which a half of the samples gives other values than all of them."""
         events: list[tuple[str, Any]] = []
         with _noting(self._model, lambda point, values: events.append((point, _copied(values)))):
-            self._run(range(self._job.rows))
+            self._run(range(self._job.batch_size))
         for held in self._job.halves:
-            found = _FirstDifference(events, held, self._job.rows)
+            found = _FirstDifference(events, held, self._job.batch_size)
             with contextlib.suppress(_Found), _noting(self._model, found.meet):
                 self._run(held)
             if found.point:
@@ -345,13 +345,13 @@ def _time_major() -> UsageError:
 class _Watch(RandomState):
     """Notes the calls for random numbers in the run on all samples; in that on a part of them, draws its numbers."""
 
-    def __init__(self, model: nn.Module, rows: int, has_values: bool) -> None:
+    def __init__(self, model: nn.Module, batch_size: int, has_values: bool) -> None:
         super().__init__(seed=0)
         self.name_modules(model)
         self.counts_meta = not has_values
         self.refuses_unfollowed = True
         self.found: dict[Key, SampleDim] = {}
-        self._rows = rows
+        self._batch_size = batch_size
         self._part: range | None = None
         self._seen: dict[Key, _RandomCall] = {}
         self._faults: dict[Key, str] = {}
@@ -365,7 +365,7 @@ class _Watch(RandomState):
     def _held(self, key: Key, shape: Any, kind: str, like: torch.Tensor | None, may_be_full: bool) -> dict[int, Part]:
         parts: dict[int, Part] = {}
         if self._part is None:
-            self._seen[key] = _RandomCall.of(shape, like, self._rows)
+            self._seen[key] = _RandomCall.of(shape, like, self._batch_size)
         else:
             parts = self._compared(key, tuple(shape), like, self._part)
         return parts if self.locate is None else self.locate(shape, kind, parts, key)
@@ -380,17 +380,17 @@ class _Watch(RandomState):
             self.found.setdefault(key, SampleDim(len(shape), None))
             return {}
         dim = changed[0]
-        if len(changed) > 1 or shape[dim] * self._rows != full_value.shape[dim] * len(part):
-            self._faults[key] = f"shape {full_value.shape} for {self._rows} samples and {shape} for {len(part)}"
+        if len(changed) > 1 or shape[dim] * self._batch_size != full_value.shape[dim] * len(part):
+            self._faults[key] = f"shape {full_value.shape} for {self._batch_size} samples and {shape} for {len(part)}"
             return {}
         if key not in self.found:
             alternates, is_certain = full_value.alternates(
-                _RandomCall.of(shape, like, len(part)), dim, part, self._rows
+                _RandomCall.of(shape, like, len(part)), dim, part, self._batch_size
             )
             self.found[key] = SampleDim(len(shape), dim, alternates)
             if not is_certain:
                 self._unordered.append(key)
-        held = Part(part, self._rows)
+        held = Part(part, self._batch_size)
         return {dim: held.repeated(shape[dim]) if self.found[key].alternates else held.stretched(shape[dim])}
 
     def require_found(self) -> None:
@@ -418,32 +418,32 @@ class _RandomCall:
     sums: dict[int, torch.Tensor]  # by dims that may be folded: a number for every position along the dim
 
     @classmethod
-    def of(cls, shape: Any, like: torch.Tensor | None, rows: int) -> _RandomCall:
+    def of(cls, shape: Any, like: torch.Tensor | None, batch_size: int) -> _RandomCall:
         shape = tuple(shape)
         if like is None or like.is_meta or tuple(like.shape) != shape or not like.is_floating_point():
             return cls(shape, {})
-        folded = [dim for dim, size in enumerate(shape) if size > rows and size % rows == 0]
+        folded = [dim for dim, size in enumerate(shape) if size > batch_size and size % batch_size == 0]
         squares = like.detach().double().square() if folded else like
         return cls(shape, {d: squares.sum([o for o in range(len(shape)) if o != d]) for d in folded})
 
-    def alternates(self, part: _RandomCall, dim: int, held: range, rows: int) -> tuple[bool, bool]:
+    def alternates(self, part: _RandomCall, dim: int, held: range, batch_size: int) -> tuple[bool, bool]:
         """Whether samples alternate along the dim, judged by the values of those that the part holds; whether that is
         certain."""
-        times = self.shape[dim] // rows
+        times = self.shape[dim] // batch_size
         if times == 1:
             return False, True
         if dim not in self.sums or dim not in part.sums:
             return False, False
         all_of_it, mine = self.sums[dim], part.sums[dim]
-        in_turn = (all_of_it.view(times, rows)[:, held.start : held.stop].reshape(-1) - mine).abs().max()
-        one_by_one = (all_of_it.view(rows, times)[held.start : held.stop].reshape(-1) - mine).abs().max()
+        in_turn = (all_of_it.view(times, batch_size)[:, held.start : held.stop].reshape(-1) - mine).abs().max()
+        one_by_one = (all_of_it.view(batch_size, times)[held.start : held.stop].reshape(-1) - mine).abs().max()
         return bool(in_turn * 10 < one_by_one), True
 
 
 # ---- comparing -------------------------------------------------------------------------------------------------------
 
 
-def _found_output_dims(full: Any, part: Any, rows: int, held: int) -> tuple[SampleDim | None, ...]:
+def _found_output_dims(full: Any, part: Any, batch_size: int, held: int) -> tuple[SampleDim | None, ...]:
     """Where samples are in every leaf, given outputs for all of them and for the first ones; nothing where the latter
     are of another form altogether."""
     leaves, spec = tree_flatten(full)
@@ -458,24 +458,24 @@ def _found_output_dims(full: Any, part: Any, rows: int, held: int) -> tuple[Samp
         if full_value.ndim != mine.ndim:
             return ()
         changed = [dim for dim, size in enumerate(mine.shape) if size != full_value.shape[dim]]
-        if any(mine.shape[dim] * rows != full_value.shape[dim] * held for dim in changed):
+        if any(mine.shape[dim] * batch_size != full_value.shape[dim] * held for dim in changed):
             return ()
         if len(changed) > 1:  # samples by samples, as a matrix of similarities is
             found.append(SampleDim(full_value.ndim, None))
             continue
-        found.append(_first_fitting(mine, full_value, changed[0], rows, held) if changed else None)
+        found.append(_first_fitting(mine, full_value, changed[0], batch_size, held) if changed else None)
     return tuple(found)
 
 
-def _first_fitting(mine: torch.Tensor, full_value: torch.Tensor, dim: int, rows: int, held: int) -> SampleDim:
+def _first_fitting(mine: torch.Tensor, full_value: torch.Tensor, dim: int, batch_size: int, held: int) -> SampleDim:
     orders = [SampleDim(full_value.ndim, dim), SampleDim(full_value.ndim, dim, alternates=True)]
-    if full_value.is_meta or full_value.shape[dim] == rows:
+    if full_value.is_meta or full_value.shape[dim] == batch_size:
         return orders[0]
-    fitting = (order for order in orders if _are_close(mine, samples_between(full_value, order, rows, 0, held)))
+    fitting = (order for order in orders if _are_close(mine, samples_between(full_value, order, batch_size, 0, held)))
     return next(fitting, orders[0])
 
 
-def _matches(mine: torch.Tensor, full_value: torch.Tensor, held: range, rows: int) -> bool:
+def _matches(mine: torch.Tensor, full_value: torch.Tensor, held: range, batch_size: int) -> bool:
     """Whether a part's tensor is that part of the whole's one, along any dim that follows the number of samples; also
     where shapes tell that they cannot be compared."""
     changed = [
@@ -485,10 +485,12 @@ def _matches(mine: torch.Tensor, full_value: torch.Tensor, held: range, rows: in
     ]
     if not changed and mine.ndim == full_value.ndim:
         return _are_close(mine, full_value)
-    if len(changed) != 1 or mine.shape[changed[0]] * rows != full_value.shape[changed[0]] * len(held):
+    if len(changed) != 1 or mine.shape[changed[0]] * batch_size != full_value.shape[changed[0]] * len(held):
         return True
     orders = [SampleDim(full_value.ndim, changed[0]), SampleDim(full_value.ndim, changed[0], alternates=True)]
-    return any(_are_close(mine, samples_between(full_value, order, rows, held.start, held.stop)) for order in orders)
+    return any(
+        _are_close(mine, samples_between(full_value, order, batch_size, held.start, held.stop)) for order in orders
+    )
 
 
 def _is_inexact(x: torch.Tensor) -> bool:
@@ -534,8 +536,8 @@ class _Found(Exception):
 class _FirstDifference:
     """Compares what comes into and out of modules in one run with what did in another."""
 
-    def __init__(self, events: list[tuple[str, Any]], held: range, rows: int) -> None:
-        self._events, self._held, self._rows = events, held, rows
+    def __init__(self, events: list[tuple[str, Any]], held: range, batch_size: int) -> None:
+        self._events, self._held, self._batch_size = events, held, batch_size
         self._next = 0
         self.point = ""
 
@@ -545,7 +547,7 @@ class _FirstDifference:
         full_tensors = self._events[self._next][1]
         self._next += 1
         for mine, full_value in zip(values, full_tensors, strict=False):
-            if not _matches(mine, full_value, self._held, self._rows):
+            if not _matches(mine, full_value, self._held, self._batch_size):
                 self.point = f"it shows first in {point}"
                 raise _Found
 

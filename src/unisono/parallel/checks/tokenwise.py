@@ -42,7 +42,7 @@ from unisono.parallel.inputs import call
 from unisono.parallel.loss.model_loss import ModelLoss
 from unisono.parallel.meta.meta_tensors import realised_copy
 from unisono.parallel.rules.rules import Styles
-from unisono.parallel.share import rows_between, rows_of
+from unisono.parallel.share import batch_size_of, batch_slice
 from unisono.torch_patches import attention, patched, without_fused_attention
 
 _SMALL = 5 * 10**7  # parameters of a model that is tried
@@ -76,7 +76,7 @@ def require_tokenwise(
         targets = model_loss.labelled(example)
     if not _has_blocks(model):
         return
-    samples = rows_between(inputs, 0, min(_SAMPLES, rows_of(inputs)))
+    samples = batch_slice(inputs, 0, min(_SAMPLES, batch_size_of(inputs)))
     size = max((leaf.numel() // _SAMPLES for leaf in tree_leaves(samples) if isinstance(leaf, torch.Tensor)), default=0)
     real = None
     is_placeholder = any(parameter.is_meta for parameter in model.parameters())

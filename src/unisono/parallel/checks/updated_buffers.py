@@ -27,7 +27,7 @@ from unisono.parallel.inputs import call
 from unisono.parallel.meta.meta_tensors import meta_copy, to_meta
 from unisono.parallel.meta.shapes import KnownShapes
 from unisono.parallel.recompute import recomputed_modules
-from unisono.parallel.share import BatchDim, first_rows, rows_between
+from unisono.parallel.share import BatchDim, batch_slice, first_batch_size
 from unisono.plan.plan import Plan
 from unisono.torch_compat import TorchDispatchMode
 
@@ -68,10 +68,10 @@ def _updatable(model: nn.Module) -> Iterator[str]:
 
 def _updates(model: nn.Module, example: tuple[Any, Any], batch_dim: BatchDim) -> dict[str, bool]:
     """The buffers that a forward pass updates, and whether samples have a say in it; none where that needs values."""
-    samples = first_rows(example, batch_dim)
+    samples = first_batch_size(example, batch_dim)
     try:
         first = _BufferWrites.of(model, example[0])
-        fewer = rows_between(tuple(example), 0, samples - 1, batch_dim)[0] if samples > 1 else example[0]
+        fewer = batch_slice(tuple(example), 0, samples - 1, batch_dim)[0] if samples > 1 else example[0]
         second = _BufferWrites.of(model, fewer)
     except Exception:
         return {}

@@ -35,7 +35,7 @@ from unisono.parallel.inputs import call
 from unisono.parallel.loss.loss import GlobalLoss, Loss, name_of
 from unisono.parallel.loss.model_loss import BatchDependence, on_two_sizes
 from unisono.parallel.pipeline.dependence import Dependence, Touch, storages_of
-from unisono.parallel.share import rows_of
+from unisono.parallel.share import batch_size_of
 from unisono.parallel.tensor.logits import full_of_shard
 from unisono.plan.plan import Plan
 
@@ -96,10 +96,10 @@ class GatheredLoss(GlobalLoss):
 class GatheredProducts(TorchFunctionMode):
     """While active, products of samples with samples are of all ranks' samples."""
 
-    def __init__(self, model: nn.Module, rows: int, gather: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+    def __init__(self, model: nn.Module, batch_size: int, gather: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
         super().__init__()
         self._parameters = {storage for parameter in model.parameters() for storage in storages_of(parameter)}
-        self._rows = rows
+        self._batch_size = batch_size
         self._gather = gather
 
     def __torch_function__(
@@ -112,8 +112,8 @@ class GatheredProducts(TorchFunctionMode):
     def _is_of_samples(self, left: Any, right: Any) -> bool:
         if not all(isinstance(each, torch.Tensor) and each.dim() == 2 for each in (left, right)):
             return False
-        is_of_rows = left.shape[0] == self._rows and right.shape[1] == self._rows
-        return is_of_rows and self._parameters.isdisjoint(storages_of((left, right)))
+        is_of_samples = left.shape[0] == self._batch_size and right.shape[1] == self._batch_size
+        return is_of_samples and self._parameters.isdisjoint(storages_of((left, right)))
 
 
 @dataclass
@@ -139,10 +139,12 @@ class OutputKinds:
         """From runs of the plain model on two numbers of samples; may raise NeedsValues.
 
         UsageError where an output that the loss reads is made of all samples of a part of the batch."""
-        if rows_of(example) < 2:
+        if batch_size_of(example) < 2:
             raise UsageError("uni.BatchLoss needs an example of two samples or more, to see which outputs have samples")
-        large, small, rows = on_two_sizes(model, example, lambda model, batch: _BatchLossTrial(model, loss, batch))
-        return cls([large.is_gathered(number, small, rows) for number in range(len(large.leaves))])
+        large, small, batch_size = on_two_sizes(
+            model, example, lambda model, batch: _BatchLossTrial(model, loss, batch)
+        )
+        return cls([large.is_gathered(number, small, batch_size) for number in range(len(large.leaves))])
 
 
 class _BatchLossTrial:
@@ -158,7 +160,7 @@ class _BatchLossTrial:
             self._compared.mark(factor)
             return factor
 
-        with torch.no_grad(), self._batch, self._compared, GatheredProducts(model, rows_of(inputs), compared):
+        with torch.no_grad(), self._batch, self._compared, GatheredProducts(model, batch_size_of(inputs), compared):
             outputs = call(model, inputs)
         self.leaves = tree_flatten_with_path(outputs)[0]
         self._read: set[StorageWeakRef] | None = set()
@@ -168,7 +170,7 @@ class _BatchLossTrial:
         except Exception:
             self._read = None  # not known
 
-    def is_gathered(self, number: int, small: _BatchLossTrial, rows: int) -> bool:
+    def is_gathered(self, number: int, small: _BatchLossTrial, batch_size: int) -> bool:
         path, leaf = self.leaves[number]
         other = small.leaves[number][1]
         if not isinstance(leaf, torch.Tensor) or leaf in self._compared or leaf not in self._batch:
@@ -176,11 +178,11 @@ class _BatchLossTrial:
         if self._read is not None and self._read.isdisjoint(storages_of(leaf)):
             return False
         shape, less = tuple(leaf.shape), tuple(other.shape)
-        if shape and shape[0] == rows and less[0] == rows - 1 and shape[1:] == less[1:]:
+        if shape and shape[0] == batch_size and less[0] == batch_size - 1 and shape[1:] == less[1:]:
             return True
         raise UsageError(
-            f"the model's output{keystr(path)} is of shape {list(shape)} for {rows} samples, made of all samples of a "
-            "part of the batch; with uni.BatchLoss the loss takes outputs with a row a sample, or products "
+            f"the model's output{keystr(path)} is of shape {list(shape)} for {batch_size} samples, made of all samples "
+            "of a part of the batch; with uni.BatchLoss the loss takes outputs with a row a sample, or products "
             "(samples, width) @ (width, samples) of them: return the embeddings and compare them in the loss"
         )
 

@@ -234,7 +234,7 @@ class GlobalLoss:
             if not self._divisors(*batch):
                 self._sizes = frozenset()
                 return
-            if self._rows(*batch) < 2:
+            if self._batch_size(*batch) < 2:
                 batch = self._two_made_up(*batch)
             halves = self._halves(*batch, 0)
             found = [self._divisors(*each) for each in (batch, *(halves or ()))]
@@ -253,7 +253,7 @@ class GlobalLoss:
         """A number that is a size of the batch is 0 where there are no samples: one that is at least 1, as of
         `max(len(targets), 1)`, would be counted too often."""
         sizes = [number for index, number in enumerate(normalizer.divisors) if index in (self._sizes or ())]
-        if any(sizes) and not self._rows(outputs, targets):
+        if any(sizes) and not self._batch_size(outputs, targets):
             raise UsageError(
                 f"the loss {name_of(self._loss)} divides by {max(sizes):g} where a rank has no samples; divide by the "
                 "size of the batch itself, or use a batch with a sample for every rank and microbatch"
@@ -325,7 +325,7 @@ class GlobalLoss:
                     "sample: the model has made one number of its part of the batch already; return outputs a sample "
                     "and compute the loss from them, or give the labels to the model as an input of their own"
                 )
-            if dim == 0 and self._rows(outputs, targets) == 1:
+            if dim == 0 and self._batch_size(outputs, targets) == 1:
                 outputs, targets = self._with_another_sample(outputs, targets)
             halves = self._halves(outputs, targets, dim)
             if halves is None:
@@ -394,26 +394,26 @@ class GlobalLoss:
     def _output_dims(self, outputs: Sequence[Any]) -> Sequence[SampleDim | None]:
         if self._outputs_have is not None and len(self._outputs_have) == len(outputs):
             return self._outputs_have
-        rows = next((x.shape[0] for x in outputs if isinstance(x, torch.Tensor) and x.ndim), 0)
-        have = [isinstance(x, torch.Tensor) and x.ndim > 0 and x.shape[0] == rows for x in outputs]
+        batch_size = next((x.shape[0] for x in outputs if isinstance(x, torch.Tensor) and x.ndim), 0)
+        have = [isinstance(x, torch.Tensor) and x.ndim > 0 and x.shape[0] == batch_size for x in outputs]
         return [SampleDim(x.ndim, 0) if has else None for x, has in zip(outputs, have, strict=True)]
 
     def _samples(self, outputs: Any, targets: Any, first: int, last: int) -> tuple[Any, Any]:
         """Outputs and targets of these samples."""
         made, spec = tree_flatten(outputs)
         given, targets_spec = tree_flatten(targets)
-        rows = self._rows(outputs, targets)
+        batch_size = self._batch_size(outputs, targets)
         made = [
-            samples_between(leaf, where, rows, first, last)
+            samples_between(leaf, where, batch_size, first, last)
             for leaf, where in zip(made, self._output_dims(made), strict=True)
         ]
         given = [
-            samples_between(leaf, None if dim is None else SampleDim(leaf.ndim, dim), rows, first, last)
+            samples_between(leaf, None if dim is None else SampleDim(leaf.ndim, dim), batch_size, first, last)
             for leaf, dim in zip(given, dims_of(targets, self._targets_dim), strict=True)
         ]
         return tree_unflatten(made, spec), tree_unflatten(given, targets_spec)
 
-    def _rows(self, outputs: Any, targets: Any) -> int:
+    def _batch_size(self, outputs: Any, targets: Any) -> int:
         """How many samples there are: a tensor may have several elements of each along its dim, but none fewer."""
         made, given = tree_leaves(outputs), tree_leaves(targets)
         dims = [*(None if where is None else where.dim for where in self._output_dims(made))]
@@ -454,11 +454,11 @@ class GlobalLoss:
         """The batch in two, by samples (dim 0) or along another dim; None where there is one of them or none."""
         if dim:
             return _halves_along(outputs, targets, dim, self.shift or 0)
-        rows = self._rows(outputs, targets)
-        middle = (rows + 1) // 2
-        if rows < 2:
+        batch_size = self._batch_size(outputs, targets)
+        middle = (batch_size + 1) // 2
+        if batch_size < 2:
             return None
-        return self._samples(outputs, targets, 0, middle), self._samples(outputs, targets, middle, rows)
+        return self._samples(outputs, targets, 0, middle), self._samples(outputs, targets, middle, batch_size)
 
 
 _ASTRAY = "the loss's count depends on the outputs, so it cannot be known before all are there; use microbatches=1"
@@ -539,20 +539,22 @@ def _halves_along(
 ) -> tuple[tuple[Any, Any], tuple[Any, Any]] | None:
     """The batch in two along a dim; None where it has one row or none."""
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.ndim > dim]
-    rows = tensors[0].shape[dim] if tensors else 0
-    if rows < 2:
+    batch_size = tensors[0].shape[dim] if tensors else 0
+    if batch_size < 2:
         return None
-    middle = (rows + 1) // 2
-    both = (range(middle), range(middle, rows))
-    first, second = ((part_of(outputs, dim, part, rows), part_of(targets, dim, part, rows)) for part in both)
-    return shifted(first, targets, both[0], rows) if shift else first, second
+    middle = (batch_size + 1) // 2
+    both = (range(middle), range(middle, batch_size))
+    first, second = (
+        (part_of(outputs, dim, part, batch_size), part_of(targets, dim, part, batch_size)) for part in both
+    )
+    return shifted(first, targets, both[0], batch_size) if shift else first, second
 
 
-def part_of(tree: Any, dim: int, part: range, rows: int) -> Any:
-    """Of all tensors in a tree that have so many rows along a dim, some."""
+def part_of(tree: Any, dim: int, part: range, length: int) -> Any:
+    """Of all tensors in a tree that are so long along a dim, some."""
 
     def shard(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.ndim > dim and leaf.shape[dim] == rows:
+        if isinstance(leaf, torch.Tensor) and leaf.ndim > dim and leaf.shape[dim] == length:
             return leaf.narrow(dim, part.start, len(part)).contiguous()
         return leaf
 

@@ -48,7 +48,7 @@ from unisono.parallel.loss.loss import Loss, name_of
 from unisono.parallel.meta.meta_tensors import meta_copy, to_meta
 from unisono.parallel.pipeline.dependence import Dependence, storages_of
 from unisono.parallel.pipeline.parameter_usage import left_as_it_was
-from unisono.parallel.share import rows_between, rows_of
+from unisono.parallel.share import batch_size_of, batch_slice
 
 Trial = TypeVar("Trial")
 
@@ -344,17 +344,17 @@ def _flattened(leaf: torch.Tensor, is_flat: bool) -> torch.Tensor:
     return leaf if not is_flat else leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])
 
 
-def _is_flat(leaf: torch.Tensor, rows: int, of_example: int | None) -> bool | None:
-    """Whether a leaf has several rows a sample; sequences may be of another length than the example's."""
+def _is_flat(leaf: torch.Tensor, batch_size: int, of_example: int | None) -> bool | None:
+    """Whether a leaf has several entries a sample; sequences may be of another length than the example's."""
     if of_example is None or not leaf.ndim:
         return None if of_example is None else False
-    return of_example > 1 or leaf.shape[0] != rows
+    return of_example > 1 or leaf.shape[0] != batch_size
 
 
-def _by_sample(leaf: torch.Tensor, rows: int, is_flat: bool | None, of_example: int) -> torch.Tensor:
+def _by_sample(leaf: torch.Tensor, batch_size: int, is_flat: bool | None, of_example: int) -> torch.Tensor:
     if not is_flat:
-        return leaf.reshape(1) if rows == 1 and not leaf.ndim else leaf
-    return leaf.reshape(rows, leaf.shape[0] // rows if rows else of_example, *leaf.shape[1:])
+        return leaf.reshape(1) if batch_size == 1 and not leaf.ndim else leaf
+    return leaf.reshape(batch_size, leaf.shape[0] // batch_size if batch_size else of_example, *leaf.shape[1:])
 
 
 register_pytree_node(
@@ -389,8 +389,8 @@ def on_two_sizes(
     """What trial(model, batch) gives for some samples of the example and for one less, and how many those are.
 
     The model is a copy without values; where that fails, it is the model itself, or NeedsValues is raised."""
-    rows = min(rows_of(example), 3)
-    sizes = [rows_between(tuple(example), 0, count) for count in (rows, rows - 1)]
+    batch_size = min(batch_size_of(example), 3)
+    sizes = [batch_slice(tuple(example), 0, count) for count in (batch_size, batch_size - 1)]
     try:
         with torch.device("meta"):
             large, small = (trial(meta_copy(model), to_meta(batch)) for batch in sizes)
@@ -404,7 +404,7 @@ def on_two_sizes(
                 large, small = (trial(model, batch) for batch in sizes)
         finally:
             collect_aux(model)  # nobody else will
-    return large, small, rows
+    return large, small, batch_size
 
 
 @dataclass(eq=False)
@@ -413,19 +413,19 @@ class ModelLoss:
 
     labels: tuple[int, ...]  # which of the inputs' leaves
     forms: list[Any]  # of the steps
-    multiples: list[int | None]  # of each leaf: its rows a sample, or None where it does not belong to samples
+    multiples: list[int | None]  # of each leaf: its entries a sample, or None where it does not belong to samples
 
     @classmethod
     def of(cls, model: nn.Module, loss: Loss, example: tuple[Any, Any]) -> ModelLoss | None:
         """That of a model whose own loss the user's `loss` reads; None where there is none. May raise NeedsValues."""
         leaves = tree_leaves(example[0])
-        if sum(isinstance(leaf, torch.Tensor) for leaf in leaves) < 2 or rows_of(example) < 2:
+        if sum(isinstance(leaf, torch.Tensor) for leaf in leaves) < 2 or batch_size_of(example) < 2:
             return None
         labels = _named_labels(example[0]) or _inferred_labels(model, example[0])
         if not labels:
             return None
         try:
-            large, small, rows = on_two_sizes(
+            large, small, batch_size = on_two_sizes(
                 model, example, lambda model, batch: _ModelLossTrial(model, labels, batch, loss)
             )
         except (UsageError, NeedsValues):
@@ -434,7 +434,7 @@ class ModelLoss:
             return None  # it cannot be run on the example: the first step will tell
         if not large.is_read:
             return None
-        return cls(labels, large.forms, _multiples(large, small, rows))
+        return cls(labels, large.forms, _multiples(large, small, batch_size))
 
     def record(
         self,
@@ -446,7 +446,7 @@ class ModelLoss:
         """Run the model on a microbatch. Where it gives outputs for some of the tokens, `shown` gives their labels;
         where a rank takes some of the samples to the loss, `kept` gives those of a leaf."""
         leaves, spec = tree_flatten(inputs)
-        rows = rows_of(inputs)
+        batch_size = batch_size_of(inputs)
         recorder = LossRecorder(self.labels_in(inputs), shown)
         for position, stand_in in zip(self.labels, recorder.stand_ins, strict=True):
             leaves[position] = stand_in
@@ -457,9 +457,9 @@ class ModelLoss:
                 "the model computes its own loss in another way than on the example, depending on the batch; compute "
                 "it from the model's outputs: loss(outputs, targets)"
             )
-        is_flat = [_is_flat(leaf, rows, many) for leaf, many in zip(program.leaves, self.multiples, strict=True)]
+        is_flat = [_is_flat(leaf, batch_size, many) for leaf, many in zip(program.leaves, self.multiples, strict=True)]
         pairs = list(zip(program.leaves, is_flat, self.multiples, strict=True))
-        samples = [kept(_by_sample(leaf, rows, flat, many)) for leaf, flat, many in pairs if many is not None]
+        samples = [kept(_by_sample(leaf, batch_size, flat, many)) for leaf, flat, many in pairs if many is not None]
         shared = [leaf for leaf, _, many in pairs if many is None]
         return Recorded(program.outputs, samples, shared, program.steps, is_flat)
 
@@ -507,8 +507,8 @@ class _ModelLossTrial:
         self.is_of_batch = [leaf in batch for leaf in program.leaves]
 
 
-def _multiples(large: _ModelLossTrial, small: _ModelLossTrial, rows: int) -> list[int | None]:
-    """How many rows of each leaf belong to a sample, from runs on `rows` samples and on one less."""
+def _multiples(large: _ModelLossTrial, small: _ModelLossTrial, batch_size: int) -> list[int | None]:
+    """How many entries of each leaf belong to a sample, from runs on `batch_size` samples and on one less."""
     if large.forms != small.forms:
         raise UsageError(
             "the model's own loss uses the number of samples that it is given, which is that of a part of the batch "
@@ -518,9 +518,15 @@ def _multiples(large: _ModelLossTrial, small: _ModelLossTrial, rows: int) -> lis
     for shape, other, is_of_batch in zip(large.shapes, small.shapes, large.is_of_batch, strict=True):
         if not is_of_batch and shape == other:
             found.append(None)
-        elif is_of_batch and shape and other and shape[0] * (rows - 1) == other[0] * rows and shape[1:] == other[1:]:
-            found.append(shape[0] // rows)
-        elif is_of_batch and rows == 2 and len(shape) == 1 and shape[0] == 2 and not other:
+        elif (
+            is_of_batch
+            and shape
+            and other
+            and shape[0] * (batch_size - 1) == other[0] * batch_size
+            and shape[1:] == other[1:]
+        ):
+            found.append(shape[0] // batch_size)
+        elif is_of_batch and batch_size == 2 and len(shape) == 1 and shape[0] == 2 and not other:
             found.append(1)  # squeezed: one sample has no dim
         else:
             raise UsageError(

@@ -132,8 +132,8 @@ class Loader:
             if self._batcher.whole:
                 yield batch
             else:
-                rows = request.stop - request.start
-                yield Share(batch, self._batcher.held(rows), rows)
+                batch_size = request.stop - request.start
+                yield Share(batch, self._batcher.held(batch_size), batch_size)
         self.epoch, self.position = self.epoch + 1, 0
 
     def _to_device(self, leaf: Any) -> Any:

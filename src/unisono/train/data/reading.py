@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 
 from unisono.errors import UsageError
 from unisono.parallel.layout import Split
-from unisono.parallel.share import BatchDim, dims_of, first_rows, inputs_dim, rows_between, rows_of
+from unisono.parallel.share import BatchDim, batch_size_of, batch_slice, dims_of, first_batch_size, inputs_dim
 from unisono.train.data.sampler import seed_from
 
 Collate = Callable[[list[Any]], Any]
@@ -33,7 +33,7 @@ class Request(NamedTuple):
     start: int  # of the batch in the epoch's order
     stop: int
     samples: list[int]  # to read
-    rows: int  # in the resulting batch; fewer than samples only if the rank has none of the batch
+    batch_size: int  # in the resulting batch; fewer than samples only if the rank has none of the batch
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,16 @@ class Batcher:
     pairs: bool
     batch_dim: BatchDim = 0
 
-    def held(self, rows: int) -> range:
+    def held(self, batch_size: int) -> range:
         """The samples of a batch of so many that are read here."""
         if self.whole:
-            return range(rows)
+            return range(batch_size)
         index, count = self.part
-        held = Split.even((), 0, rows, count).held[index]
+        held = Split.even((), 0, batch_size, count).held[index]
         assert isinstance(held, range)
         return held
 
-    def batch(self, samples: list[Any], rows: int) -> Any:
+    def batch(self, samples: list[Any], batch_size: int) -> Any:
         try:
             made = self.collate(samples)
         except (RuntimeError, TypeError, KeyError) as error:
@@ -65,10 +65,10 @@ class Batcher:
                 f"samples of this dataset cannot be collated: {str(error).splitlines()[0]}; give them equal shapes, "
                 "or use uni.Loader(dataset, batch_size, collate=...) with a function that pads them"
             ) from None
-        return self.checked(made, rows)
+        return self.checked(made, batch_size)
 
-    def checked(self, made: Any, rows: int) -> Any:
-        """Validate a collated batch; as a pair if one is expected, with its first rows."""
+    def checked(self, made: Any, batch_size: int) -> Any:
+        """Validate a collated batch; as a pair if one is expected, with its first samples."""
         if self.pairs:
             if isinstance(made, dict):  # named inputs with labels: the model computes the loss itself
                 made = (made, None)
@@ -81,10 +81,10 @@ class Batcher:
             made = (made[0], made[1])
         if self.collate is default_collate:
             made = self._arranged(made)
-        found = first_rows(made, self._dim) if self.part[1] == 1 else rows_of(made, self._dim)
-        if found not in (rows, 1):
-            raise UsageError(f"collate returned a batch of {found} samples for {rows}; expected as many")
-        return made if found == rows else rows_between(made, 0, rows, self._dim)
+        found = first_batch_size(made, self._dim) if self.part[1] == 1 else batch_size_of(made, self._dim)
+        if found not in (batch_size, 1):
+            raise UsageError(f"collate returned a batch of {found} samples for {batch_size}; expected as many")
+        return made if found == batch_size else batch_slice(made, 0, batch_size, self._dim)
 
     @property
     def _dim(self) -> BatchDim:
@@ -106,14 +106,16 @@ class BatchDataset(Dataset[Any]):
 
     def __getitem__(self, request: Request) -> Any:
         if type(self.data) is TensorDataset and self.batcher.collate is default_collate:
-            rows = torch.as_tensor(request.samples)
-            return self.batcher.checked([tensor[rows.to(tensor.device)] for tensor in self.data.tensors], request.rows)
+            indices = torch.as_tensor(request.samples)
+            return self.batcher.checked(
+                [tensor[indices.to(tensor.device)] for tensor in self.data.tensors], request.batch_size
+            )
         with preserved_generators():
             samples = []
             for sample in request.samples:
                 seed_generators(self.seed, request.epoch, sample)
                 samples.append(self.data[sample])
-        return self.batcher.batch(samples, request.rows)
+        return self.batcher.batch(samples, request.batch_size)
 
 
 class BatchStream(IterableDataset[tuple[Request, Any]]):
@@ -156,9 +158,9 @@ class BatchStream(IterableDataset[tuple[Request, Any]]):
             yield sample
 
     def _batch(self, start: int, samples: list[Any]) -> tuple[Request, Any]:
-        rows = len(samples)
-        held = self.batcher.held(rows)
-        request = Request(self.epoch, start, start + rows, [], len(held))
+        batch_size = len(samples)
+        held = self.batcher.held(batch_size)
+        request = Request(self.epoch, start, start + batch_size, [], len(held))
         return request, self.batcher.batch(samples[held.start : held.stop] or samples[:1], len(held))
 
 
