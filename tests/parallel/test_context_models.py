@@ -141,7 +141,7 @@ def check_whole_sequences(comm: Communicator, kind: str, rows: int) -> None:
     assert context.is_full
     assert context.dims == (0,)
     outputs, mine = model(tokens), context.shard_targets(targets)
-    assert len(outputs) == len(mine) == context.rows(rows)
+    assert len(outputs) == len(mine) == context.num_samples(rows)
     (F.cross_entropy(outputs, mine, reduction="sum") / rows).backward()
     for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
         context.comm.all_reduce(parameter.grad)

@@ -324,7 +324,7 @@ class Trainer:
     def _cut(self, batch: Batch, wants_loss: bool = True) -> Iterator[None]:
         """Take this rank's share of the batch, in microbatches, with the random numbers that belong to it."""
         mine = self._mine(batch)
-        self._require_rows(mine)
+        self._require_batch_size(mine)
         self._microbatches = shares(mine.batch, self.plan.microbatches, self.batch_dim)
         self._partials = []
         self._full = None if isinstance(batch, Share) or self.batch == "local" else batch
@@ -408,7 +408,7 @@ class Trainer:
         before = sum(counts[: comm.rank])
         return Share(batch, range(before, before + counts[comm.rank]), sum(counts))
 
-    def _require_rows(self, mine: Share) -> None:
+    def _require_batch_size(self, mine: Share) -> None:
         batch_size = first_batch_size(mine.batch, self.batch_dim)
         if batch_size != len(mine.positions):
             raise UsageError(
@@ -515,7 +515,7 @@ class Trainer:
     def _batch_size(self, part: Share) -> int:
         """How many samples of the outputs for this part the rank has."""
         batch_size = len(part.positions)
-        return batch_size if self.context is None else self.context.rows(batch_size)
+        return batch_size if self.context is None else self.context.num_samples(batch_size)
 
     def output_dims_of(self, outputs: Any, batch_size: int) -> Sequence[SampleDim | None]:
         """Where samples are in the model's outputs for so many, leaf by leaf; None where there are none."""

@@ -127,11 +127,11 @@ class Context:
         """Along which dims ranks have other parts of the model's outputs."""
         return (0,) if self.is_full else (0, 1)
 
-    def rows(self, count: int) -> int:
-        """How many samples of the outputs for so many this rank has."""
-        return len(self._rows(count)) if self.is_full else count
+    def num_samples(self, count: int) -> int:
+        """The number of samples that this rank has of outputs for `count` samples."""
+        return len(self._own_samples(count)) if self.is_full else count
 
-    def _rows(self, count: int) -> range:
+    def _own_samples(self, count: int) -> range:
         return share(torch.empty(count, device="meta"), self.comm.rank, self.comm.size).positions
 
     def learn_lengths(self, other: Context) -> None:
@@ -155,7 +155,7 @@ class Context:
         """This rank's part of the targets: of every tensor in them, the tokens along dim 1, or some samples."""
         if self.comm.size == 1:
             return targets
-        return mapped(targets, self._shard_rows if self.is_full else self._shard_target)
+        return mapped(targets, self._shard_samples if self.is_full else self._shard_target)
 
     def shifted_runs(self, outputs: Any, targets: Any) -> list[tuple[Any, Any]]:
         """This rank's runs of consecutive tokens, with targets of full sequences given, for a loss that compares a
@@ -176,11 +176,11 @@ class Context:
 
     def kept(self, leaf: torch.Tensor) -> torch.Tensor:
         """Of what a model has for all samples, what this rank takes to the loss."""
-        return self._shard_rows(leaf) if self.comm.size > 1 and self.is_full and self._has_targets else leaf
+        return self._shard_samples(leaf) if self.comm.size > 1 and self.is_full and self._has_targets else leaf
 
-    def _shard_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        rows = self._rows(len(tensor))
-        return tensor[rows.start : rows.stop]
+    def _shard_samples(self, tensor: torch.Tensor) -> torch.Tensor:
+        held = self._own_samples(len(tensor))
+        return tensor[held.start : held.stop]
 
     def _shard_target(self, target: torch.Tensor) -> torch.Tensor:
         if target.dim() < 2:
@@ -224,13 +224,13 @@ class Context:
         if self.is_full and not self._has_targets:
             return outputs
         if self.is_full:
-            return tree_map(lambda leaf: self._shard_rows(leaf) if _has_rows(leaf, batch) else leaf, outputs)
+            return tree_map(lambda leaf: self._shard_samples(leaf) if _has_samples(leaf, batch) else leaf, outputs)
         self._require_tokens(outputs)
         return tree_map(partial(self._shard_output, batch), outputs) if self._is_sharded else outputs
 
     def _shard_output(self, batch: int, leaf: Any) -> Any:
         """This rank's tokens of an output that is of all of them, such as an encoder's of a sequence as long."""
-        is_of_all = _has_rows(leaf, batch) and leaf.dim() > 1 and leaf.shape[1] == self._length
+        is_of_all = _has_samples(leaf, batch) and leaf.dim() > 1 and leaf.shape[1] == self._length
         return self.cut(leaf) if is_of_all else leaf
 
     def _needs_full_sequence(self, error: RuntimeError) -> UsageError:
@@ -290,7 +290,7 @@ class Context:
 
         return tree_map(gathered, outputs)
 
-    def _keep_for_rest_of_model(self, attention: ShardedAttention, rows: int) -> None:
+    def _keep_for_rest_of_model(self, attention: ShardedAttention, num_samples: int) -> None:
         """From the first block that runs to the end of the model, tensors are of this rank's tokens."""
         if self._rest_of_model is None or self._is_sharded:
             return
@@ -300,7 +300,7 @@ class Context:
         if state is not None:
             tokens = attention.tokens
             held = tokens.held(self.comm.rank)
-            scope = state.sharded(1, held, of=tokens.length, only="dropout", num_samples=rows)
+            scope = state.sharded(1, held, of=tokens.length, only="dropout", num_samples=num_samples)
             self._rest_of_model.enter_context(scope)
 
     def _shard_argument(self, x: torch.Tensor, batch: int, name: str, tokens: Tokens, is_second: bool) -> torch.Tensor:
@@ -342,7 +342,7 @@ def _kind_of(inputs: Any) -> tuple[torch.Size, ...]:
     return tuple(tensor.shape[1:] for tensor in _tensors(inputs) if tensor.dim() > 1)
 
 
-def _has_rows(leaf: Any, batch: int) -> bool:
+def _has_samples(leaf: Any, batch: int) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
 
 

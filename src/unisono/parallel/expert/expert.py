@@ -154,9 +154,9 @@ class MoE(nn.Module):
         position = earlier_choices + before + wants.cumsum(0) - wants
         return (position * wants).sum(-1) < capacity
 
-    def run_experts(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """Each expert that this rank holds on its own rows, which are stored one expert after the other."""
-        shards = [self.run_expert(number, shard) for number, shard in enumerate(rows.split(counts))]
+    def run_experts(self, tokens: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Each expert that this rank holds on its own tokens, which are stored one expert after the other."""
+        shards = [self.run_expert(number, shard) for number, shard in enumerate(tokens.split(counts))]
         return torch.cat(shards)
 
     def run_expert(self, number: int, x: torch.Tensor) -> torch.Tensor:
@@ -224,10 +224,10 @@ class _Crowd:
         return torch.zeros_like(visits), visits, tokens
 
     def visit(
-        self, rows: torch.Tensor, counts: torch.Tensor, experts: Callable[[torch.Tensor, list[int]], torch.Tensor]
+        self, tokens: torch.Tensor, counts: torch.Tensor, experts: Callable[[torch.Tensor, list[int]], torch.Tensor]
     ) -> torch.Tensor:
-        """The experts' outcomes for rows that are sorted by expert; counts[e] of them are for expert e."""
-        return experts(rows, counts.tolist())
+        """The experts' outcomes for tokens that are sorted by expert; counts[e] of them are for expert e."""
+        return experts(tokens, counts.tolist())
 
 
 class _Ranks(_Crowd):
@@ -249,16 +249,16 @@ class _Ranks(_Crowd):
         return before[:-1].view_as(visits), total[:-1].view_as(visits), int(total[-1])
 
     def visit(
-        self, rows: torch.Tensor, counts: torch.Tensor, experts: Callable[[torch.Tensor, list[int]], torch.Tensor]
+        self, tokens: torch.Tensor, counts: torch.Tensor, experts: Callable[[torch.Tensor, list[int]], torch.Tensor]
     ) -> torch.Tensor:
         comm = self._owners
         if comm is None:
-            return super().visit(rows, counts, experts)
+            return super().visit(tokens, counts, experts)
         mine = self._owned[comm.rank]
         coming = comm.all_to_all(counts, self._owned, [mine] * comm.size).view(comm.size, mine)
         send_sizes = [int(part.sum()) for part in counts.split(self._owned)]
         recv_sizes = coming.sum(1).tolist()
-        arrived = all_to_all(rows, send_sizes, recv_sizes, comm)
+        arrived = all_to_all(tokens, send_sizes, recv_sizes, comm)
         by_expert = _by_expert(coming)
         outcomes = experts(arrived[by_expert], coming.sum(0).tolist())
         back = torch.empty_like(by_expert)
@@ -272,7 +272,7 @@ def _comm(mesh: Mesh, axes: tuple[str, ...]) -> Communicator | None:
 
 
 def _by_expert(coming: torch.Tensor) -> torch.Tensor:
-    """The order of rows that sorts them by expert, when counts (ranks, experts) came one rank after the other."""
+    """The order of tokens that sorts them by expert, when counts (ranks, experts) came one rank after the other."""
     expert = torch.arange(coming.shape[1], device=coming.device).repeat(coming.shape[0])
     return expert.repeat_interleave(coming.reshape(-1)).argsort(stable=True)
 
@@ -380,13 +380,13 @@ def _visit_stacked(
     visits = expert.argsort(stable=True)
     token = visits // choices
 
-    def run(rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        if not len(rows):  # the backward of other ranks counts on this one
+    def run(tokens: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        if not len(tokens):  # the backward of other ranks counts on this one
             touched: Any = sum(parameter[:0].sum() for parameter in module.parameters())
-            return rows + touched
-        numbers = torch.arange(len(counts), device=rows.device)
-        local = numbers.repeat_interleave(torch.tensor(counts, device=rows.device))[:, None]
-        return forward(rows, local, torch.ones_like(local, dtype=weights.dtype))
+            return tokens + touched
+        numbers = torch.arange(len(counts), device=tokens.device)
+        local = numbers.repeat_interleave(torch.tensor(counts, device=tokens.device))[:, None]
+        return forward(tokens, local, torch.ones_like(local, dtype=weights.dtype))
 
     outcomes = crowd.visit(tokens[token], torch.bincount(expert, minlength=count), run)
     weighted = outcomes * weights.reshape(-1)[visits, None]

@@ -537,7 +537,7 @@ def _counted_target(leaf: Any) -> Any:
 def _halves_along(
     outputs: Any, targets: Any, dim: int, shift: int = 0
 ) -> tuple[tuple[Any, Any], tuple[Any, Any]] | None:
-    """The batch in two along a dim; None where it has one row or none."""
+    """The batch in two along a dim; None where it has one sample or none."""
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.ndim > dim]
     batch_size = tensors[0].shape[dim] if tensors else 0
     if batch_size < 2:

@@ -1,6 +1,6 @@
 """Parameters that several ranks of a pipeline hold: an embedding on the first stage, tied to the head on the last.
 
-Each of those ranks has a copy, or under ZeRO the same rows of it, and computes a part of the gradient. The parts are
+Each of those ranks has a copy, or under ZeRO the same shard of it, and computes a part of the gradient. The parts are
 summed before the optimizer runs, so that the copies, equal at first, stay equal.
 """
 

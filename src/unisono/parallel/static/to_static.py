@@ -173,7 +173,7 @@ def _staged(
     dtype = job["dtype"]
     staged = TracedStages(full if dtype is None else in_dtype(full, dtype), stages.stage_of, stages.count)
     trainer = parallelize(staged if isinstance(made, nn.Module) else (lambda: staged), plan, **job)
-    microbatch = tree_map(lambda leaf: _rows(leaf, plan), job["example"][0])
+    microbatch = tree_map(lambda leaf: _microbatch_of(leaf, plan), job["example"][0])
     program = StagedProgram(trainer, staged, mesh, stages, microbatch)
     if save_graphs is not None:
         position = Path(save_graphs) / f"rank_{world.rank()}"
@@ -194,6 +194,6 @@ def _plan(model: nn.Module, mesh: Mesh, stages: MarkedStages, zero: int, microba
     return Plan(pp=stages.count, dp=dp, zero=zero, microbatches=microbatches, schedule=schedule)
 
 
-def _rows(leaf: Any, plan: Plan) -> Any:
+def _microbatch_of(leaf: Any, plan: Plan) -> Any:
     """A leaf of the example's inputs as a microbatch of a data rank has it."""
     return leaf[: len(leaf) // (plan.dp * plan.microbatches)] if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf

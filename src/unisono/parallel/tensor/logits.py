@@ -216,11 +216,11 @@ class Proof:
 
     @torch.no_grad()
     def _tried(self, outputs: Any, targets: Any, shard: LogitsShard) -> bool:
-        rows = shard.shape[0]
+        batch_size = shard.shape[0]
 
         def first(leaf: Any) -> Any:
-            has_rows = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
-            return leaf[:1] if has_rows else leaf
+            is_of_batch = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch_size
+            return leaf[:1] if is_of_batch else leaf
 
         sample, target = tree_map(first, outputs), tree_map(first, targets)
         try:

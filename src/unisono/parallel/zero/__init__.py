@@ -3,5 +3,5 @@
 zero           stages 1 and 2: ShardedOptimizer
 fully_sharded  stage 3: FullyShardedOptimizer; zero_optimizer chooses
 units          of stage 3: parts of a model whose parameters are gathered while they run
-shards         which rows of a parameter a rank owns, and buckets of them
+shards         which shard of a parameter a rank owns, and buckets of them
 """

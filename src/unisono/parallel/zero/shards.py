@@ -1,6 +1,6 @@
-"""Shards: which rows of each parameter a rank owns, and how the shards of many travel in one message.
+"""Shards: which shard of each parameter a rank owns, and how the shards of many travel in one message.
 
-A parameter is sharded along dim 0. A message to or from all ranks has one chunk a rank, of equal size: the rank's rows
+A parameter is sharded along dim 0. A message to or from all ranks has one chunk a rank, of equal size: the rank's shard
 of every parameter, one after the other, and padding.
 
     gradients   [ chunk 0 | chunk 1 | ... ]   --reduce-scatter-->   my chunk, summed
@@ -20,16 +20,16 @@ from unisono.parallel.data.bucket import Bucket, Spare
 from unisono.parallel.layout import Axes, Layout, Split, layout_of
 from unisono.torch_compat import foreach_copy_
 
-Held = tuple[range, ...]  # the rows of each rank
+Held = tuple[range, ...]  # the indices along dim 0 of each rank
 
 
-def rows(tensor: torch.Tensor) -> torch.Tensor:
+def _at_least_1d(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor with a dim 0, which a number has not."""
     return tensor if tensor.ndim else tensor.view(1)
 
 
-def assigned_by_row(shape: torch.Size, load: list[int]) -> Held:
-    """Every rank gets about as many rows; where it does not divide, those with the least load so far get one more."""
+def assigned_evenly(shape: torch.Size, load: list[int]) -> Held:
+    """Every rank gets about as many indices of dim 0; ranks with the least load so far get one more of a remainder."""
     ranks = len(load)
     if not shape:
         return (range(1),) * ranks  # a single number is not worth sharding: all own it
@@ -54,7 +54,7 @@ def assigned_in_full(shape: torch.Size, load: list[int]) -> Held:
 
 
 class ZeroShard:
-    """One parameter, and the rows of it that each rank of its group owns."""
+    """One parameter, and the shard of it that each rank of its group owns."""
 
     def __init__(self, name: str, parameter: nn.Parameter, held: Held, axes: Axes, rank: int) -> None:
         self.name = name
@@ -65,24 +65,24 @@ class ZeroShard:
         layout = layout_of(parameter)
         self.full_layout = layout
         self.layout: Layout = layout.cut(Split(axes, 0, held)) if self.shape else layout
-        self.optimized = parameter  # what the optimizer sees: this rank's rows, perhaps in another precision
+        self.optimized = parameter  # what the optimizer sees: this rank's shard, perhaps in another precision
         self.earlier: torch.Tensor | None = None  # the gradient before the backward that is under way
 
     def of(self, full: torch.Tensor, rank: int) -> torch.Tensor:
-        """The rows of a rank, as a view."""
+        """The shard of a rank, as a view."""
         held = self.held[rank]
-        return rows(full)[held.start : held.stop]
+        return _at_least_1d(full)[held.start : held.stop]
 
     def size(self, rank: int) -> int:
         return len(self.held[rank]) * self.shape[1:].numel()
 
     def own(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's rows, in the shape that the optimizer sees."""
-        return rows(full)[self.mine.start : self.mine.stop].view(self.local_shape)
+        """This rank's shard, in the shape that the optimizer sees."""
+        return _at_least_1d(full)[self.mine.start : self.mine.stop].view(self.local_shape)
 
     @property
     def is_even(self) -> bool:
-        """Whether all ranks own as many rows, and some."""
+        """Whether the shards of all ranks are of the same size, and not empty."""
         return bool(self.shape) and len(self.mine) > 0 and len({len(held) for held in self.held}) == 1
 
     @property
@@ -107,21 +107,21 @@ class ShardBucket(Bucket):
         return self.comm.size * self.chunk
 
     def slots(self, message: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Where each rank's rows of each parameter are in a message, for evenly sharded parameters those of all ranks
+        """Where each rank's shard of each parameter is in a message, for evenly sharded parameters those of all ranks
         in one; the padding becomes zeros."""
         ranks = self.comm.size
         if self.is_even:
             first, found = 0, []
             for shard in self.shards:
                 last = first + shard.size(0)
-                rows_of_all = message.view(ranks, self.chunk)[:, first:last]
-                found.append([rows_of_all.unflatten(1, shard.local_shape)])
+                shards = message.view(ranks, self.chunk)[:, first:last]
+                found.append([shards.unflatten(1, shard.local_shape)])
                 first = last
             return found
         by_rank = []
         for rank in range(ranks):
             message[rank * self.chunk + self._used(rank) : (rank + 1) * self.chunk].zero_()
-            by_rank.append(self._rows(message, rank))
+            by_rank.append(self._shards_in(message, rank))
         return [list(slots) for slots in zip(*by_rank, strict=True)]
 
     def parts(self, index: int, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -130,7 +130,7 @@ class ShardBucket(Bucket):
         return [self.shards[index].of(gradient, rank) for rank in range(self.comm.size)]
 
     def all_gather(self, locals_: Sequence[torch.Tensor], dtype: torch.dtype, spare: Spare | None = None) -> Handle:
-        """Give every rank this rank's rows of every parameter; the handle gives the message."""
+        """Give every rank this rank's shard of every parameter; the handle gives the message."""
         device = self.parameters[0].device
         chunk = torch.empty(self.chunk, dtype=dtype, device=device)
         used = self._used(self.comm.rank)
@@ -142,7 +142,7 @@ class ShardBucket(Bucket):
 
     @torch.no_grad()
     def unpack(self, message: torch.Tensor, full_tensors: Sequence[torch.Tensor], has_own: bool = False) -> None:
-        """Put what `all_gather` brought into full tensors; with `has_own`, which have this rank's rows already."""
+        """Put what `all_gather` brought into full tensors; with `has_own`, which have this rank's shard already."""
         if self.is_even:  # what is there already is written once more: that costs less than to leave it out
             sources = [slots[0] for slots in self.slots(message)]
             foreach_copy_([self.parts(index, full)[0] for index, full in enumerate(full_tensors)], sources)
@@ -151,23 +151,23 @@ class ShardBucket(Bucket):
         for rank in range(self.comm.size):
             if has_own and rank == self.comm.rank:
                 continue
-            for shard, slot, full in zip(self.shards, self._rows(message, rank), full_tensors, strict=True):
+            for shard, slot, full in zip(self.shards, self._shards_in(message, rank), full_tensors, strict=True):
                 targets.append(shard.of(full, rank))
                 sources.append(slot)
         foreach_copy_(targets, sources)
 
     def mine_in(self, chunk: torch.Tensor) -> list[torch.Tensor]:
-        """This rank's rows of every parameter, in its chunk."""
+        """This rank's shard of every parameter, in its chunk."""
         sizes = [shard.size(self.comm.rank) for shard in self.shards]
         parts = chunk[: sum(sizes)].split(sizes)
         return [part.view(shard.local_shape) for shard, part in zip(self.shards, parts, strict=True)]
 
     def _used(self, rank: int) -> int:
-        """How much of a rank's chunk is rows; the rest is padding."""
+        """The elements of a rank's chunk that are used; the rest is padding."""
         return sum(shard.size(rank) for shard in self.shards)
 
-    def _rows(self, message: torch.Tensor, rank: int) -> list[torch.Tensor]:
-        """Where the rows of a rank are in a message, shaped as rows."""
+    def _shards_in(self, message: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        """Where a rank's shards are in a message, in their shapes."""
         first = rank * self.chunk
         slots = []
         for shard in self.shards:

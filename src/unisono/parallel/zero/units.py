@@ -1,6 +1,6 @@
 """Units: parts of a model whose parameters are gathered only while they work (ZeRO's third stage).
 
-Between uses a parameter is this rank's rows. A unit's parameters are gathered just before its forward and freed after,
+Between uses a parameter is this rank's shard. A unit's parameters are gathered just before its forward and freed after,
 and again for its backward, whose gradients are then sent off:
 
     forward    gather(1) F1 free(1)  gather(2) F2 free(2)  ...            gathers run ahead by one unit
@@ -71,7 +71,7 @@ class Unit:
         return True
 
     def cut(self, shard: ZeroShard, local: torch.Tensor) -> None:
-        """From now on the parameter is this rank's rows."""
+        """From now on the parameter is this rank's shard."""
         parameter = shard.parameter
         full = torch.empty_like(parameter.data)
         full.untyped_storage().resize_(0)
@@ -81,7 +81,7 @@ class Unit:
         lay(parameter, shard.layout)
 
     def refresh(self, shard: ZeroShard) -> None:
-        """Take over what the optimizer has made of this rank's rows, where it works on a copy of them."""
+        """Take over what the optimizer has made of this rank's shard, where it works on a copy of it."""
         if shard.optimized is not shard.parameter:
             self._local[shard.name].copy_(shard.optimized.detach())
 
@@ -110,7 +110,7 @@ class Unit:
         self.is_full = True
 
     def put_gradients_aside(self) -> None:
-        """Those of earlier backwards are of this rank's rows, and come back when the new ones are added to them."""
+        """Those of earlier backwards are of this rank's shard, and come back when the new ones are added to them."""
         for shard in self._shards():
             if shard.optimized is shard.parameter and shard.parameter.grad is not None:
                 shard.earlier, shard.parameter.grad = shard.parameter.grad, None
@@ -132,7 +132,7 @@ class Unit:
         return (shard for bucket in self.buckets for shard in bucket.shards)
 
     def free(self) -> None:
-        """Keep this rank's rows only."""
+        """Keep this rank's shard only."""
         if self._coming is not None:
             self.gather()  # came for nothing, but must be received
         if self.is_full:

@@ -9,16 +9,16 @@ the float32 copy and two moments), a rank holds
     stage 2   ... and of the gradients                      2 P + 14 P / N     reduce-scatter P + all-gather P
     stage 3   ... and of the parameters                         16 P / N       all-gather 2 P + reduce-scatter P
 
-The step: gradients are summed by reduce-scatter, so that each rank gets the sum for its own rows (shards.py); the
-optimizer, which sees those rows only, updates them; the ranks gather each other's rows. Stage 1 keeps full gradients
+The step: gradients are summed by reduce-scatter, so that each rank gets the sum for its own shard (shards.py); the
+optimizer, which sees that shard only, updates it; the ranks gather each other's shards. Stage 1 keeps full gradients
 while microbatches accumulate; stage 2 sends them off bucket by bucket in every backward; stage 3 also gathers
 parameters only where they are used (units.py). In a pipeline a backward is that of one stage on one microbatch.
 
 With `shard=M` a group of M data ranks holds one copy of everything, and there are N / M such groups (HSDP): the
 reduce-scatter and the all-gathers stay within a group, and each rank's sum is then summed over the groups.
 
-An optimizer that treats every element alone (SGD, Adam, ...) does to rows exactly what it would do to full parameters.
-Others (Muon, Adafactor, ...) get full parameters, distributed to the ranks (mesh/optimizers.py).
+An optimizer that treats every element alone (SGD, Adam, ...) does to a shard exactly what it would do to full
+parameters. Others (Muon, Adafactor, ...) get full parameters, distributed to the ranks (mesh/optimizers.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from unisono.parallel.data.bucket import BUCKET_BYTES, Spare, buckets_of, summed
 from unisono.parallel.data.reducer import Reducer
 from unisono.parallel.layout import lay, layout_of
 from unisono.parallel.precision import HALVES
-from unisono.parallel.zero.shards import ShardBucket, ZeroShard, assigned_by_row, assigned_in_full
+from unisono.parallel.zero.shards import ShardBucket, ZeroShard, assigned_evenly, assigned_in_full
 from unisono.parallel.zero.units import Units
 from unisono.plan.plan import COPIES
 
@@ -53,12 +53,12 @@ class ShardedOptimizer(Reducer[ShardBucket]):
 
     zero = ShardedOptimizer(model, mesh, lambda parameters: torch.optim.AdamW(parameters, lr=3e-4), stage=2)
     loss(...).backward()
-    zero.finish()                    # each rank has the gradients of its rows: zero.shards[name].optimized.grad
+    zero.finish()                    # each rank has the gradients of its shard: zero.shards[name].optimized.grad
     zero.optimizer.step()            # an ordinary torch optimizer, for schedulers too; parameters are up to date after
     zero.optimizer.zero_grad()
 
-    Half parameters get a float32 copy of this rank's rows, which is what the optimizer updates. With `offload` the
-    optimizer's rows and state live, and are updated, in host memory.
+    Half parameters get a float32 copy of this rank's shard, which is what the optimizer updates. With `offload` the
+    optimizer's shard and state live, and are updated, in host memory.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class ShardedOptimizer(Reducer[ShardBucket]):
             axes = tuple(axis for axis in axes if axis != COPIES)
             comm = self.mesh.comm(*axes)
         load = self._loads.setdefault(id(comm), [0] * comm.size)
-        assign = assigned_by_row if self._is_elementwise else assigned_in_full
+        assign = assigned_evenly if self._is_elementwise else assigned_in_full
         shards = []
         for name, parameter in zip(names, parameters, strict=True):
             # All ranks of a pipeline that hold a parameter shard it alike, whatever else they hold.
@@ -272,7 +272,7 @@ class ShardedOptimizer(Reducer[ShardBucket]):
         ]
         for bucket, handle in zip(self.buckets, handles, strict=True):
             message = handle.wait()
-            is_view = not self._needs_copy(bucket.parameters[0])  # then the optimizer has written this rank's rows
+            is_view = not self._needs_copy(bucket.parameters[0])  # then the optimizer has written this rank's shard
             bucket.unpack(message, [parameter.data for parameter in bucket.parameters], has_own=is_view)
             self._spare.put(message)
 
