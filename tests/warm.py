@@ -262,7 +262,9 @@ def main(path: str, parent: str) -> None:
     process_tree.die_with_parent(int(parent))
     import torch._dynamo
     import torch._functorch.aot_autograd
-    import torch.export._trace  # noqa: F401  what an engine that plans needs, 2 s in each job
+    import torch.export._trace
+
+    import unisono.train.engine  # noqa: F401  with the above, what an engine that plans needs: 3 s in each job
 
     assert len(os.listdir("/proc/self/task")) == 1, "what is forked from here must find no thread but its own"
     serve(path)

@@ -3,7 +3,8 @@ what shall happen at which start.
 
 At start number i (0 is the first) the i-th of the comma-separated faults happens on the last rank: `forward:S` kills it
 inside a forward of step S, `collective:S` between the gradients' computation and their reduction, `saving:S` while the
-checkpoint of step S is written; `none` leaves it alone. The last line tells the state that was reached, bit for bit.
+checkpoint of step S is written; `none` leaves it alone. `stay:S` has the ranks of host node1 wait after step S, for the
+test to take that host away. The last line tells the state that was reached, bit for bit.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ class Disturbed(uni.Callback):
     def on_save(self, engine: uni.Engine, step: int, path: str) -> None:
         if self.kind == "saving" and engine.comm.rank == engine.comm.size - 1:
             self._die(step)
+
+    def on_step(self, engine: uni.Engine, info: Any) -> None:
+        if self.kind == "stay" and info.step == self.step and os.environ["UNISONO_HOST"] == "node1":
+            signal.pause()
 
     def _die(self, step: int) -> None:
         if step == self.step:
@@ -97,7 +102,7 @@ def trained(comm: uni.Communicator, folder: str, plan: str, planned: str, steps:
         save=folder,
         save_every=SAVE_EVERY,
         resume=True,
-        callbacks=[Disturbed(kind, int(step or 0)), Announce(Path(folder), comm.rank)],
+        callbacks=[Announce(Path(folder), comm.rank), Disturbed(kind, int(step or 0))],
         progress=False,
     )
     reached = digest(engine)

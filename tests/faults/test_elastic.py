@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import unisono as uni
+from tests import warm
 from tests.faults.test_kills import PROGRAM, wait_for_step
 from tests.launch import namespaces
 from tests.launch.harness import Run, wait_for, write_script
@@ -22,7 +23,7 @@ from unisono.errors import UsageError
 from unisono.launch import environment, hosts, launcher
 from unisono.launch.job import SCRIPT, Entrypoint, LaunchJob
 
-STEPS = 80
+STEPS = 12
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
 ON_PAGE = re.search(r"\$ unisono run (?P<options>--elastic .*) train.py\n(?P<gone>.*)\n", PAGE.read_text())
 SILENCE = 3  # seconds
@@ -38,8 +39,11 @@ def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 
 def on_two_hosts(made: Hosts, folder: Path, *arguments: str) -> Run:
-    told = {"UNISONO_SSH": made.ssh, environment.HOST_TIMEOUT: str(SILENCE)}
-    return Run(["run", *arguments], folder, told, before=made.inside)
+    """The command and the agents are forked, behind an ssh that is real."""
+    variables = {"UNISONO_SSH": made.ssh, environment.HOST_TIMEOUT: str(SILENCE)}
+    run = Run([], folder, variables, before=made.inside, host=made.namespaces[0])
+    run.arguments = ["run", "--python", str(warm.write_stand_in(folder / "python", run.mark)), *arguments]
+    return run
 
 
 @pytest.mark.hosts
@@ -47,7 +51,7 @@ def test_the_job_goes_on_without_a_host_that_is_gone(two_hosts: Hosts, tmp_path:
     assert ON_PAGE is not None
     folder = tmp_path / "run"
     options = shlex.split(ON_PAGE["options"])
-    run = on_two_hosts(two_hosts, tmp_path, *options, PROGRAM, str(folder), "auto", "none", str(STEPS))
+    run = on_two_hosts(two_hosts, tmp_path, *options, PROGRAM, str(folder), "auto", "stay:7", str(STEPS))
     with run.started() as process:
         wait_for_step(folder, 7, 4)
         two_hosts.kill_second()
@@ -69,7 +73,7 @@ def test_a_host_that_falls_silent_is_noticed(two_hosts: Hosts, tmp_path: Path) -
     """The first of the list, where the ranks' store was."""
     folder = tmp_path / "run"
     options = ("--elastic", "--max-restarts", "3", "-H", "node1:1,node0:1")
-    run = on_two_hosts(two_hosts, tmp_path, *options, PROGRAM, str(folder), "dp={ranks}", "none", str(STEPS))
+    run = on_two_hosts(two_hosts, tmp_path, *options, PROGRAM, str(folder), "dp={ranks}", "stay:7", str(STEPS))
     with run.started() as process:
         wait_for_step(folder, 7, 2)
         two_hosts.cut_cable()
