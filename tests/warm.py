@@ -262,7 +262,7 @@ def main(path: str, parent: str) -> None:
     process_tree.die_with_parent(int(parent))
     import torch._dynamo
     import torch._functorch.aot_autograd
-    import torch.export._trace
+    import torch.export._trace  # noqa: F401
 
     import unisono.train.engine  # noqa: F401  with the above, what an engine that plans needs: 3 s in each job
 
