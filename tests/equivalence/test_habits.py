@@ -67,7 +67,7 @@ def test_norms_between_convolutions_are_sharded_by_channels() -> None:
 
 def test_a_rule_that_does_not_fit_a_norm_is_refused() -> None:
     task = habits.residual_net
-    with pytest.raises(UsageError, match=r"the rule for blocks\.0\.norm1 says row, but it is a BatchNorm2d; expected"):
+    with pytest.raises(UsageError, match=r"the rule for blocks\.0\.norm1 is row, but it is a BatchNorm2d; expected"):
         require_shareable(task.model(), 2, {"blocks.0.norm1": "row"})
     with pytest.raises(UsageError, match=r"blocks\.1\.norm1 has 2 groups, which tp=3 does not divide"):
         require_shareable(task.model(), 3, {"blocks.1.norm1": "channels"})

@@ -61,8 +61,8 @@ def refused(comm: Communicator, name: str, plan: str) -> str:
         ("lbfgs", "dp=2,zero=1", "LBFGS looks at all parameters at once"),
         ("lbfgs", "pp=2,microbatches=2", "LBFGS looks at all parameters at once"),
         ("lbfgs", "tp=2", "LBFGS looks at all parameters at once"),
-        ("adafactor", "tp=2", "Adafactor looks at a parameter as a whole"),
-        ("muon", "tp=2,zero=1", "Muon looks at a parameter as a whole"),
+        ("adafactor", "tp=2", "Adafactor uses a parameter as one tensor"),
+        ("muon", "tp=2,zero=1", "Muon uses a parameter as one tensor"),
     ],
 )
 def test_what_cannot_be_right_is_refused(pools: Pools, name: str, plan: str, words: str) -> None:

@@ -146,7 +146,7 @@ def test_a_large_model_is_shown_as_a_small_one_is(
 
 
 def test_a_plan_that_would_be_refused_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"ep=2 spreads experts, but Linear has no uni.nn.MoE"):
+    with pytest.raises(UsageError, match=r"ep=2 shards experts, but Linear has no uni.nn.MoE"):
         explained(choosing(lambda: nn.Linear(4, 4)), "dp=2,ep=2")
     with pytest.raises(UsageError, match="rank 2 of plan tp=2"):
         explained(load_task(GPT), "tp=2", rank=2)

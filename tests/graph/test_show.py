@@ -95,7 +95,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["explain", QUICKSTART, "--mesh", "dp=2,mp=4", "--svg", str(page / "no.svg")]) == 2
     assert "cannot write" in capsys.readouterr().err
     assert main(["explain", QUICKSTART, "--plan", "dp=2,ep=2"]) == 2
-    assert "ep=2 spreads experts, but Net has no uni.nn.MoE, and no experts of Hugging Face" in capsys.readouterr().err
+    assert "ep=2 shards experts, but Net has no uni.nn.MoE, and no experts of Hugging Face" in capsys.readouterr().err
     assert main(["explain", QUICKSTART, "--mesh", "dp=2", "--rank", "2"]) == 2
     assert "ranks 0 to 1" in capsys.readouterr().err
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from tests.parallel import models
 from unisono.comm.communicator import Communicator
-from unisono.parallel.pipeline.layers import build_whole, split_layers
+from unisono.parallel.pipeline.layers import build_full, split_layers
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.split import StageSplit, split
 from unisono.parallel.pipeline.tied import TiedGradients
@@ -75,7 +75,7 @@ CASES = {
         lambda out, aims: _next_tokens(out.logits, aims),
     ),
     "tied layers": Case(
-        lambda: build_whole(models.tied_layers(), SEED), _tokens(11), _next_tokens, layers=models.tied_layers
+        lambda: build_full(models.tied_layers(), SEED), _tokens(11), _next_tokens, layers=models.tied_layers
     ),
 }
 

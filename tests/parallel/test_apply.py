@@ -185,7 +185,7 @@ def cut_through_heads(comm: Communicator, with_products: bool) -> str:
 @pytest.mark.parametrize("with_products", [False, True])
 def test_tp_does_not_cut_through_heads(pools: Callable[[str, int], RankPool], with_products: bool) -> None:
     told = pools("gloo", 2).run(cut_through_heads, with_products)
-    words = r"trains; tp=2: CountsItsHeads computes attention over 4 features of a head; in the whole model it is .*8"
+    words = r"trains; tp=2: CountsItsHeads computes attention over 4 features of a head; in the full model it is .*8"
     assert all(re.match(words, each) for each in told), told
 
 

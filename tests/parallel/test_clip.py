@@ -14,7 +14,7 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.data.clip import clip_by_norm, clip_by_value, gradient_norm
-from unisono.parallel.layout import WHOLE, Layout, Split, full_tensor_of, lay, local_of
+from unisono.parallel.layout import UNSHARDED, Layout, Split, full_tensor_of, local_of, set_layout
 from unisono.parallel.precision import LossScaler, accumulate_in_float32, autocast
 
 Pools = Callable[[str, int], RankPool]
@@ -39,10 +39,10 @@ def pieces(model: dict[str, nn.Parameter], mesh: Mesh) -> dict[str, nn.Parameter
     }
     cut = {}
     for name, whole in model.items():
-        layout = layouts.get(name, WHOLE)
+        layout = layouts.get(name, UNSHARDED)
         cut[name] = nn.Parameter(local_of(whole.detach(), layout, mesh))
         cut[name].grad = local_of(whole.grad, layout, mesh).clone()
-        lay(cut[name], layout)
+        set_layout(cut[name], layout)
     return cut
 
 

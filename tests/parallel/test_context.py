@@ -37,7 +37,7 @@ def test_tokens(order: str, ranks: int, length: int) -> None:
     held = torch.cat([tokens.positions(rank) for rank in range(ranks)])
     assert sorted(held.tolist()) == list(range(length))
     whole = torch.randn(2, length, 3)
-    pieces = [tokens.cut(whole, rank, 1) for rank in range(ranks)]
+    pieces = [tokens.shard(whole, rank, 1) for rank in range(ranks)]
     assert [piece.shape[1] for piece in pieces] == tokens.counts
     for rank, piece in enumerate(pieces):
         assert torch.equal(piece, whole[:, tokens.positions(rank)])
@@ -100,13 +100,17 @@ def check_attention(
 ) -> None:
     whole = shapes(tokens.length, *heads)
     expected = plain(whole, causal, scale, mask)
-    mine = [tokens.cut(x, comm.rank, 2) for x in whole]
+    mine = [tokens.shard(x, comm.rank, 2) for x in whole]
     q, k, v = (x.clone().requires_grad_() for x in mine[:3])
     out = KINDS[kind](q, k, v, comm, causal, scale, tokens, mask)
     out.backward(mine[3])
     for name, found, whole_one in zip(["out", "dq", "dk", "dv"], [out, q.grad, k.grad, v.grad], expected, strict=True):
         torch.testing.assert_close(
-            found, tokens.cut(whole_one, comm.rank, 2), rtol=1e-10, atol=1e-12, msg=lambda text, name=name: name + text
+            found,
+            tokens.shard(whole_one, comm.rank, 2),
+            rtol=1e-10,
+            atol=1e-12,
+            msg=lambda text, name=name: name + text,
         )
 
 
@@ -152,10 +156,10 @@ def check_one_token_a_rank(comm: Communicator, kind: str, length: int) -> None:
     tokens = ORDERS["consecutive"](length, comm.size)
     whole = shapes(length, 4, 4)
     expected = plain(whole, True, None, None)[0]
-    q, k, v = (tokens.cut(x, comm.rank, 2) for x in whole[:3])
+    q, k, v = (tokens.shard(x, comm.rank, 2) for x in whole[:3])
     with attention(comm, kind, tokens):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1)
-    torch.testing.assert_close(out, tokens.cut(expected, comm.rank, 2), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(out, tokens.shard(expected, comm.rank, 2), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -171,7 +175,7 @@ def check_learned_bias(comm: Communicator, kind: str) -> None:
     whole = shapes(9, 4, 4)
     bias = torch.randn(1, 4, 9, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     gradients = []
-    for parts in (whole, [tokens.cut(x, comm.rank, 2) for x in whole]):
+    for parts in (whole, [tokens.shard(x, comm.rank, 2) for x in whole]):
         learned, q, k, v = (x.clone().requires_grad_() for x in (bias, *parts[:3]))
         with attention(comm, kind, tokens) if parts is not whole else contextlib.nullcontext():
             F.scaled_dot_product_attention(q, k, v, learned).backward(parts[3])
@@ -179,7 +183,7 @@ def check_learned_bias(comm: Communicator, kind: str) -> None:
     comm.all_reduce(gradients[1][0])
     torch.testing.assert_close(gradients[1][0], gradients[0][0], rtol=1e-10, atol=1e-12)
     for found, expected in zip(gradients[1][1:], gradients[0][1:], strict=True):
-        torch.testing.assert_close(found, tokens.cut(expected, comm.rank, 2), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(found, tokens.shard(expected, comm.rank, 2), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -198,7 +202,7 @@ def test_over_mpi(pools: Pools) -> None:
 def count_elements(comm: Communicator, kind: str, length: int, heads: int) -> tuple[float, float, float]:
     """Elements sent in the forward; in the payload of all-to-alls; sent in the backward."""
     tokens = Tokens.zigzag(length, comm.size)
-    q, k, v, grad = (tokens.cut(x, comm.rank, 2).requires_grad_() for x in shapes(length, heads, heads))
+    q, k, v, grad = (tokens.shard(x, comm.rank, 2).requires_grad_() for x in shapes(length, heads, heads))
     with traffic.counted() as seen:
         out = KINDS[kind](q, k, v, comm, True, None, tokens)
     with traffic.counted() as seen_backward:
@@ -226,7 +230,7 @@ def check_half(comm: Communicator, dtype: torch.dtype) -> None:
     tokens = Tokens.zigzag(24, comm.size)
     whole = shapes(24, 4, 2, 16)
     expected = plain(whole, True, None, None)
-    mine = [tokens.cut(x, comm.rank, 2).to(dtype) for x in whole]
+    mine = [tokens.shard(x, comm.rank, 2).to(dtype) for x in whole]
     q, k, v = (x.requires_grad_() for x in mine[:3])
     out = ring_attention(q, k, v, comm, True, None, tokens)
     out.backward(mine[3])
@@ -234,7 +238,7 @@ def check_half(comm: Communicator, dtype: torch.dtype) -> None:
         assert found is not None
         assert found.dtype == dtype
         bound = 1e-5 if dtype == torch.float32 else 3e-2
-        torch.testing.assert_close(found.double(), tokens.cut(whole_one, comm.rank, 2), rtol=bound, atol=bound)
+        torch.testing.assert_close(found.double(), tokens.shard(whole_one, comm.rank, 2), rtol=bound, atol=bound)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -277,20 +281,20 @@ def attend_with_masks(comm: Communicator, length: int, kind: str) -> None:
             added = None if mask is None else mask.clone().requires_grad_(learned)
             serial = F.scaled_dot_product_attention(leaves[0], *(other or leaves[1:]), attn_mask=added)
             (serial * wanted).sum().backward()
-            mine = [tokens.cut(x, comm.rank, 2).requires_grad_() for x in (q, k, v)]
-            part = None if mask is None else (tokens.cut(mask, comm.rank, 3) if name == "keys" else mask.clone())
+            mine = [tokens.shard(x, comm.rank, 2).requires_grad_() for x in (q, k, v)]
+            part = None if mask is None else (tokens.shard(mask, comm.rank, 3) if name == "keys" else mask.clone())
             part = None if part is None else part.requires_grad_(learned)
             with ShardedAttention(comm, kind, tokens):
                 out = F.scaled_dot_product_attention(mine[0], *(other or mine[1:]), attn_mask=part)
-            (out * tokens.cut(wanted, comm.rank, 2)).sum().backward()
-            torch.testing.assert_close(out, tokens.cut(serial, comm.rank, 2), msg=lambda why, name=name: name + why)
+            (out * tokens.shard(wanted, comm.rank, 2)).sum().backward()
+            torch.testing.assert_close(out, tokens.shard(serial, comm.rank, 2), msg=lambda why, name=name: name + why)
             for leaf, shard in zip(leaves, mine, strict=True):
                 if leaf.grad is not None:
-                    torch.testing.assert_close(shard.grad, tokens.cut(leaf.grad, comm.rank, 2))
+                    torch.testing.assert_close(shard.grad, tokens.shard(leaf.grad, comm.rank, 2))
             if learned:
                 assert added is not None
                 assert part is not None
-                torch.testing.assert_close(part.grad, tokens.cut(added.grad, comm.rank, 3))
+                torch.testing.assert_close(part.grad, tokens.shard(added.grad, comm.rank, 3))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -301,7 +305,7 @@ def test_masks_of_ranks_with_few_tokens(pools: Pools, length: int, kind: str) ->
 
 def mask_on_some_ranks(comm: Communicator) -> None:
     tokens = Tokens.zigzag(6, comm.size)
-    q, k, v = (tokens.cut(x, comm.rank, 2) for x in shapes(6, 4, 4)[:3])
+    q, k, v = (tokens.shard(x, comm.rank, 2) for x in shapes(6, 4, 4)[:3])
     mask = torch.zeros(6, 6, dtype=torch.float64) if tokens.count(comm.rank) > 1 else None
     with ShardedAttention(comm, "ring", tokens), pytest.raises(UsageError, match="a mask on ranks"):
         F.scaled_dot_product_attention(q, k, v, attn_mask=mask)

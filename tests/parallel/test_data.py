@@ -16,7 +16,7 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.data.data_parallel import DataParallel, sum_gradients, torch_data_parallel
-from unisono.parallel.layout import Layout, Split, lay
+from unisono.parallel.layout import Layout, Split, set_layout
 from unisono.parallel.share import share, shares
 
 Pools = Callable[[str, int], RankPool]
@@ -126,7 +126,7 @@ def by_torch(comm: Communicator) -> None:
     replicas.run_step(wrapped, mesh, 0, 5, 1, contextlib.nullcontext)
     for key, gradient in replicas.gradients_of(model).items():
         replicas.same(gradient, expected[key], key)
-    lay(model.row, Layout((Split.even(("tp",), 1, 6, 1),)))
+    set_layout(model.row, Layout((Split.even(("tp",), 1, 6, 1),)))
     with pytest.raises(UsageError, match="row is sharded"):
         torch_data_parallel(model, mesh)
 
@@ -140,8 +140,8 @@ def by_layout(comm: Communicator) -> None:
     """Each parameter is summed over the axes of its own layout."""
     mesh = Mesh((2, 2), ("dp", "tp"))
     model = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in ("replica", "partial", "alone")})
-    lay(model["partial"], Layout(summed=("dp", "ep", "cp", "tp")))
-    lay(model["alone"], Layout(summed=()))
+    set_layout(model["partial"], Layout(summed=("dp", "ep", "cp", "tp")))
+    set_layout(model["alone"], Layout(summed=()))
     data = DataParallel(model, mesh)
     sum((parameter * (10.0**comm.rank)).sum() for parameter in model.values()).backward()
     data.finish()

@@ -25,7 +25,7 @@ from unisono.plan.plan import Plan
 
 WIDTH, HIDDEN, BLOCKS = 512, 2048, 10
 LARGEST = WIDTH * HIDDEN * 4
-WHOLE = 2 * BLOCKS * LARGEST
+FULL = 2 * BLOCKS * LARGEST
 
 
 class Block(nn.Module):
@@ -125,8 +125,8 @@ def test_a_rank_never_has_more_than_its_own_and_a_tensor_more(
 ) -> None:
     for peak, held, note in pools("gloo", Plan.parse(plan).world).run(peak_of_building, kind, plan):
         assert not note
-        assert held == WHOLE / 2 + more
-        assert peak < WHOLE / 2 + 3 * LARGEST < WHOLE
+        assert held == FULL / 2 + more
+        assert peak < FULL / 2 + 3 * LARGEST < FULL
 
 
 def differing(comm: Communicator, name: str, plan: str) -> tuple[list[str], str]:

@@ -248,7 +248,7 @@ def outcomes(comm: Communicator) -> list[str]:
 def test_no_rank_waits_and_no_group_depends_on_the_stage(pools: Pools) -> None:
     for bare, placed, plain, unpacked in pools("gloo", 2).run(outcomes):
         assert "has no parameters" in bare
-        assert "by its place in the list" in placed
+        assert "by its index in the list" in placed
         assert plain == unpacked == ""
 
 

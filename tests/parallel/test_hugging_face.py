@@ -171,7 +171,7 @@ def test_heads_that_tp_does_not_divide() -> None:
 def test_a_plan_that_is_not_known() -> None:
     model = llama()
     model._tp_plan = {"model.layers.*.self_attn.q_proj": "all_reduce"}
-    with pytest.raises(UsageError, match=r"own tensor-parallel plan says 'all_reduce' of .* pass rules"):
+    with pytest.raises(UsageError, match=r"own tensor-parallel plan has 'all_reduce' for .* pass rules"):
         styles_of(model, 2)
 
 

@@ -190,7 +190,7 @@ def test_stages_that_are_marked_in_the_forward() -> None:
     inputs = _batch(0)[0]
     staged = TracedStages(net, {"enter": 0, "head": 1}, 2)
     torch.testing.assert_close(staged(inputs), net(inputs))  # and without ranks it is the model
-    assert [len(segment.ops) for segment in staged.cuts.of(inputs, True).segments][1] == 1
+    assert [len(segment.ops) for segment in staged.splits.of(inputs, True).segments][1] == 1
     with pytest.raises(UsageError, match="says nothing of inputs or outputs"):
         uni.shard_op(torch.matmul, mesh)
 

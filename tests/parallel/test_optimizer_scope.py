@@ -25,7 +25,7 @@ from unisono.parallel.checks.optimizer_scope import (
     optimizer_scope,
     require_full_parameters,
 )
-from unisono.parallel.layout import Layout, Split, lay
+from unisono.parallel.layout import Layout, Split, set_layout
 from unisono.parallel.task import Task
 from unisono.plan.plan import Plan
 from unisono.verify.verify import verify_here
@@ -149,7 +149,7 @@ def test_what_is_cut_is_refused_to_those_that_look_at_more() -> None:
         assert require_full_parameters(make(model.parameters()), make, model, is_sharded=False)
         with pytest.raises(UsageError, match="looks at all parameters at once, but ZeRO or a pipeline"):
             require_full_parameters(make(model.parameters()), make, model, is_sharded=True)
-    lay(model.weight, Layout((Split.even(("tp",), 0, 8, 2),)))
+    set_layout(model.weight, Layout((Split.even(("tp",), 0, 8, 2),)))
     for make in (torch.optim.Adafactor, Lars):
         with pytest.raises(UsageError, match="as a whole, but weight is sharded by tp or ep"):
             require_full_parameters(make(model.parameters()), make, model, is_sharded=False)

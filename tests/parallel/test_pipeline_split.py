@@ -13,7 +13,7 @@ from torch import nn
 from tests.parallel import models
 from tests.parallel.cases import CASES, SEED, batch, build, called
 from unisono.errors import UsageError
-from unisono.parallel.pipeline.layers import LayerSpec, build_whole, split_layers
+from unisono.parallel.pipeline.layers import LayerSpec, build_full, split_layers
 from unisono.parallel.pipeline.split import StageSplit, split
 from unisono.plan.schedules.schedule import Schedule, schedule
 from unisono.plan.search.balance import balanced
@@ -147,7 +147,7 @@ def test_buffers_of_other_stages_are_not_reported() -> None:
 
 
 def test_a_rank_builds_only_its_layers_with_the_parameters_of_the_whole() -> None:
-    whole = build_whole(models.tied_layers(), SEED)
+    whole = build_full(models.tied_layers(), SEED)
     made = schedule("1f1b", 3, 2)
     cuts = [split_layers(models.tied_layers(), made, rank, SEED) for rank in range(3)]
     found: set[str] = set()
@@ -166,7 +166,7 @@ def test_a_layer_spec_says_what_it_is() -> None:
     with pytest.raises(UsageError, match="expected a module class"):
         LayerSpec(nn.Linear(2, 2).weight)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="expected a module"):
-        build_whole([LayerSpec(dict)], 0)  # type: ignore[arg-type]
+        build_full([LayerSpec(dict)], 0)  # type: ignore[arg-type]
 
 
 # ---- where the cuts lie ------------------------------------------------------------------------------------------

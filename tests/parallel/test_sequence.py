@@ -242,7 +242,7 @@ def test_refusals(pools: Pools) -> None:
     messages = pools("gloo", 2).run(refusals)[0]
     expected = [
         "Mlp has none; leave sequence out",
-        "blocks.0.1 a shard of the sequence, as no rule cuts it; if it works token by token, say so with "
+        "blocks.0.1 a shard of the sequence, as no rule shards it; if it works token by token, say so with "
         'the rule {"*.1": "whole"}',
         "blocks.0.1 takes means over all tokens",
         "blocks.0.1 a shard of the sequence",

@@ -17,7 +17,7 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.data.clip import clip_by_norm
-from unisono.parallel.layout import Layout, Split, full_tensor_of, lay, layout_of, local_of
+from unisono.parallel.layout import Layout, Split, full_tensor_of, layout_of, local_of, set_layout
 from unisono.parallel.optimizer_state import full_optimizer_state, load_full_state
 from unisono.parallel.precision import accumulate_in_float32
 from unisono.parallel.share import shares
@@ -184,7 +184,7 @@ def test_groups_schedules_and_clipping(pools: Pools, stage: int) -> None:
 
 
 def with_tensor_parallel_pieces(comm: Communicator, stage: int) -> None:
-    """A parameter that tp has cut is cut again, and both cuts are in its layout."""
+    """A parameter that tp has sharded is sharded again, and both splits are in its layout."""
     mesh = Mesh((2, 2), ("dp", "tp"))
     torch.manual_seed(4)
     wholes = {"columns": torch.randn(7, 3), "rows": torch.randn(4, 5), "partial": torch.randn(3)}
@@ -195,7 +195,7 @@ def with_tensor_parallel_pieces(comm: Communicator, stage: int) -> None:
     }
     model = Pieces({name: local_of(whole, layouts[name], mesh) for name, whole in wholes.items()})
     for name, parameter in model.named_parameters():
-        lay(parameter, layouts[name])
+        set_layout(parameter, layouts[name])
     zero = zero_optimizer(model, mesh, lambda p: torch.optim.Adam(p, lr=0.1), stage)
     references = {name: nn.Parameter(whole.clone()) for name, whole in wholes.items()}
     optimizer = torch.optim.Adam(references.values(), lr=0.1)

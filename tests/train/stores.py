@@ -13,7 +13,7 @@ import unisono as uni
 from tests.equivalence import tasks
 from unisono.comm.communicator import Communicator
 from unisono.parallel.layout import layout_of, local_of
-from unisono.parallel.optimizer_state import whole_shape
+from unisono.parallel.optimizer_state import full_shape
 from unisono.parallel.trainer import Trainer
 from unisono.train.checkpoint.inventory import named_tensors
 
@@ -92,12 +92,12 @@ def save(comm: Communicator, folder: str, task: str, plan: str, wait: bool) -> i
 
 
 def pieces_here(trainer: Trainer) -> dict[str, Any]:
-    """This rank's tensors, each with its elements' places in the whole, found without the checkpoint's own code."""
+    """This rank's tensors, each with its elements' indices in the full one, found without the checkpoint's own code."""
 
     def piece(value: Any, tensor: torch.Tensor) -> Any:
         if not isinstance(value, torch.Tensor) or value.shape != tensor.shape or not tensor.ndim:
             return value
-        shape = whole_shape(tensor)
+        shape = full_shape(tensor)
         places = local_of(torch.arange(shape.numel()).view(shape), layout_of(tensor), trainer.mesh)
         return shape, places, value.detach()
 
@@ -191,7 +191,7 @@ def unequal_pieces(trainer: Trainer, model: dict[str, torch.Tensor]) -> list[str
 
 
 def _piece(value: Any, tensor: torch.Tensor, trainer: Trainer) -> Any:
-    if isinstance(value, torch.Tensor) and value.shape == whole_shape(tensor) and value.ndim:
+    if isinstance(value, torch.Tensor) and value.shape == full_shape(tensor) and value.ndim:
         return local_of(value, layout_of(tensor), trainer.mesh)
     return value
 

@@ -40,7 +40,7 @@ from unisono.parallel.loss.batch_loss import BatchLoss, GatheredLoss, OutputKind
 from unisono.parallel.loss.loss import Loss
 from unisono.parallel.loss.model_loss import ModelLoss, NeedsValues
 from unisono.parallel.meta.filling import Filling
-from unisono.parallel.pipeline.layers import LayerSpec, build_whole
+from unisono.parallel.pipeline.layers import LayerSpec, build_full
 from unisono.parallel.pipeline.rehearsal import rehearse, rehearse_with_values, rehearsed
 from unisono.parallel.pipeline.split import require_stages
 from unisono.parallel.precision import Precision
@@ -274,7 +274,7 @@ _TAKES = "parallelize takes an nn.Module, a function that builds one or a list o
 
 def _function(model: Any, seed: int) -> Callable[[], nn.Module]:
     if isinstance(model, list | tuple) and model and all(isinstance(each, LayerSpec) for each in model):
-        return lambda: build_whole(model, seed)
+        return lambda: build_full(model, seed)
     if not callable(model):
         raise UsageError(f"{_TAKES}; it was given {type(model).__name__}")
     return model

@@ -19,7 +19,7 @@ What `copy` and `gather_to_use` send in the backward is begun by one node of aut
 so that something else can be computed in between (see deferred).
 
 Under `create_graph=True` each backward is the differentiable operation of the table, so that second derivatives are
-those of one device. A function that has no second derivative says so: `first_order_only`.
+those of one device. A function without a second derivative is marked: `first_order_only`.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class _Copy(torch.autograd.Function):
             return reduce(grad, ctx.comm), None, None
         total = grad.clone(memory_format=torch.contiguous_format)
         ctx.summing.append(ctx.comm.all_reduce(total, async_op=True).wait)
-        return grad, None, None  # which nobody reads: the sum takes its place
+        return grad, None, None  # which nobody reads: the sum replaces it
 
 
 class _Reduce(torch.autograd.Function):

@@ -52,8 +52,8 @@ _FIX = "give the pipeline an nn.Sequential or a list of LayerSpec instead"
 def find_blocks(model: nn.Module, fix: str = _FIX) -> Blocks:
     """The longest list of modules of one class in the model; of several as long, the one with most parameters.
 
-    A list inside a block of another (its experts, say) is a part of that block, however long it is. `fix` tells the
-    user what to do where there are none.
+    A list inside a block of another (its experts, for example) is a part of that block, however long it is. `fix` tells
+    the user what to do where there are none.
     """
     found = _lists(model)
     if not found:
@@ -70,9 +70,9 @@ def find_output_blocks(model: nn.Module, fix: str = _FIX) -> Blocks:
     names = blocks.path.split(".")
     if "encoder" not in names:
         return blocks
-    place = names.index("encoder")
+    index = names.index("encoder")
     beside = [
-        each for each in _outermost(_lists(model)) if each.path.split(".")[: place + 1] == [*names[:place], "decoder"]
+        each for each in _outermost(_lists(model)) if each.path.split(".")[: index + 1] == [*names[:index], "decoder"]
     ]
     return max(beside, key=lambda blocks: (len(blocks.modules), _weight(blocks)), default=blocks)
 

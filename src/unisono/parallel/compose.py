@@ -60,7 +60,7 @@ class Composition:
     rules: Any = None
     clip: float | None = None
     # Given the model when it is sharded, before anything is made of its parameters: to give memory to one that was
-    # built without. `filling` gives it the values that it is to have; `rehearsal` then says what a run of the full
+    # built without. `filling` gives it the values that it is to have; `rehearsal` then gives what a run of the full
     # model would show, as placeholders cannot be run among ranks.
     fill: Callable[[nn.Module], None] = lambda model: None
     filling: Filling | None = None

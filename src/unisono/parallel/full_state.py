@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.layout import full_tensors_of, layout_of, local_of
-from unisono.parallel.optimizer_state import full_optimizer_state, whole_shape
+from unisono.parallel.optimizer_state import full_optimizer_state, full_shape
 
 Tensors = dict[str, torch.Tensor]
 
@@ -38,10 +38,10 @@ def load_tensors(model: nn.Module, optimized: Tensors, mesh: Mesh, full: Tensors
     for name, tensor in named.items():
         if name not in full:
             raise UsageError(f"the state to load has no {name}; is it another model's?")
-        if full[name].shape != whole_shape(tensor):
+        if full[name].shape != full_shape(tensor):
             raise UsageError(
                 f"{name} in the state to load is of shape {tuple(full[name].shape)}; expected "
-                f"{tuple(whole_shape(tensor))}"
+                f"{tuple(full_shape(tensor))}"
             )
         tensor.copy_(local_of(full[name], layout_of(tensor), mesh))
 

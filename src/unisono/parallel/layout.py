@@ -30,7 +30,7 @@ class Split:
 
     @classmethod
     def even(cls, axes: Axes, dim: int, length: int, ranks: int) -> Split:
-        """Consecutive shards, as torch.tensor_split cuts: sizes differ by one at most."""
+        """Consecutive shards, as torch.tensor_split gives them: sizes differ by one at most."""
         bounds = _bounds(length, ranks)
         return cls(axes, dim, tuple(range(bounds[r], bounds[r + 1]) for r in range(ranks)))
 
@@ -57,7 +57,7 @@ class Layout:
     # (Ranks along any other axis compute the same gradient, or hold another shard of the parameter.)
     summed: Axes = REPLICAS
 
-    def cut(self, split: Split) -> Layout:
+    def with_split(self, split: Split) -> Layout:
         return replace(self, splits=(*self.splits, split))
 
     @property
@@ -66,15 +66,15 @@ class Layout:
         return tuple(axis for split in self.splits for axis in split.axes)
 
 
-WHOLE = Layout()
+UNSHARDED = Layout()
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
     """The layout of a parameter or buffer; full, unless a strategy has set another."""
-    return getattr(tensor, "unisono_layout", WHOLE)
+    return getattr(tensor, "unisono_layout", UNSHARDED)
 
 
-def lay(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+def set_layout(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Set the layout of a tensor."""
     tensor.unisono_layout = layout  # type: ignore[attr-defined]
     return tensor

@@ -449,7 +449,7 @@ def _in_float32(leaf: Any) -> Any:
     return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype in HALVES else leaf
 
 
-# ---- what is differentiated as the note above says -----------------------------------------------------------------
+# ---- autograd functions of the note above --------------------------------------------------------------------------
 
 
 class _Shard:

@@ -20,7 +20,7 @@ Named = Iterable[tuple[str, torch.Tensor]]
 _LIES = "as the parameter"
 
 
-def whole_shape(tensor: torch.Tensor) -> torch.Size:
+def full_shape(tensor: torch.Tensor) -> torch.Size:
     """The shape of the full tensor of which this rank holds a shard."""
     shape = list(tensor.shape)
     for split in reversed(layout_of(tensor).splits):
@@ -105,7 +105,7 @@ def load_full_state(optimizer: Optimizer, named: Named, mesh: Mesh, state: dict[
     for group, loaded in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update({key: value for key, value in loaded.items() if key != "params"})
     for name, tensor in tensors.items():
-        shape = whole_shape(tensor)
+        shape = full_shape(tensor)
         shards = {key: _shard(value, tensor, shape, mesh) for key, value in state["state"][name].items()}
         if shards:
             optimizer.state[tensor] = shards

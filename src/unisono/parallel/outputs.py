@@ -25,8 +25,9 @@ def joined(
 ) -> Any:
     """`parts` are this rank's outputs for its microbatches, of `batch_sizes` samples; `comm` joins the data ranks.
 
-    places: where samples are in each leaf; one that is made of all samples (dim=None) is refused. Of what is no tensor,
-    and with `may_lack_samples` of tensors without samples, the first is taken: they must not depend on the samples.
+    sample_dims: where samples are in each leaf; one that is made of all samples (dim=None) is refused. Of what is no
+    tensor,
+        and with `may_lack_samples` of tensors without samples, the first is taken: they must not depend on the samples.
     """
     if len(parts) == 1 and comm.size == 1:
         return parts[0]

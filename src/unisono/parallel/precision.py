@@ -75,7 +75,7 @@ FULL = Precision()
 
 
 def autocast(dtype: torch.dtype | None, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """torch's autocast for a half dtype; nothing for None and whole precisions."""
+    """torch's autocast for a half dtype; nothing for None and full precisions."""
     if dtype is None or dtype in (torch.float32, torch.float64):
         return contextlib.nullcontext()
     if dtype not in HALVES:

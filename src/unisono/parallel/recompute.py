@@ -56,7 +56,7 @@ def recompute(model: nn.Module, what: str | Sequence[str] = "full") -> nn.Module
 
 
 def recomputed_modules(model: nn.Module, what: str | Sequence[str]) -> list[str]:
-    """The names of the modules that are recomputed as a whole: under "full", or by patterns."""
+    """The names of the modules that are recomputed as one segment: under "full", or by patterns."""
     if what == "full":
         blocks = find_blocks(model, "name the modules to recompute: recompute=[patterns]")
         return [blocks.name(number) for number in range(len(blocks.modules))]
@@ -120,7 +120,7 @@ def _checkpointed(module: nn.Module | None, function: Callable[..., Any], *args:
         *args,
         use_reentrant=False,
         context_fn=lambda: (contextlib.nullcontext(), again),
-        # Without memory (simulate/), a tensor may be said to be on another device when it is computed again.
+        # Without memory (simulate/), a tensor may report another device when it is computed again.
         determinism_check="none" if any(map(_is_meta, (*args, *held))) else "default",
     )
 

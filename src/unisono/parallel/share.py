@@ -1,6 +1,6 @@
 """Sharding a batch: which samples a rank, or a microbatch, takes.
 
-Samples are along dim 0 of every tensor of a batch unless `batch_dim` says otherwise, as `in_dims` does for
+Samples are along dim 0 of every tensor of a batch unless `batch_dim` is given, as `in_dims` does for
 torch.func.vmap:
 
     batch_dim=1                               time-major, (seq, batch, ...); of a tensor with fewer dims the last one
@@ -95,7 +95,7 @@ def batch_size_of(batch: Any, dim: BatchDim = 0) -> int:
         raise UsageError(f"a batch of {type(batch).__name__} without tensors that have samples cannot be sharded")
     shown = ", ".join(f"{name} has {length}" for name, length in found.items())
     raise UsageError(
-        f"the batch's tensors differ in their number of samples: {shown}; say where samples are "
+        f"the batch's tensors differ in their number of samples: {shown}; give their dims "
         "with batch_dim=, as batch_dim=1 for time-major batches or batch_dim=((0, None), 0) for a second input "
         "without samples"
     )

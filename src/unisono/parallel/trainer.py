@@ -160,7 +160,7 @@ class Trainer:
 
         self.require_hooks()
         with self._updating():
-            loss: Any = self.optimizer.step(evaluated)  # type: ignore[arg-type]  # torch takes tensors, and says floats
+            loss: Any = self.optimizer.step(evaluated)  # type: ignore[arg-type]  # torch takes tensors, its types say floats
         self.steps += 1
         return torch.as_tensor(loss).detach()
 
@@ -181,7 +181,7 @@ class Trainer:
         if self.tries_samples:
             self.tries_samples = False
             self.samples = self._tried_samples(batch, self.loss.loss)
-        with self.heads_full((batch.batch if isinstance(batch, Share) else batch)[0]), self._cut(batch):
+        with self.heads_full((batch.batch if isinstance(batch, Share) else batch)[0]), self._sharded(batch):
             if self.pipeline is None:
                 self._run_microbatches()
                 loss = self.loss.total(self._partials)
@@ -249,7 +249,7 @@ class Trainer:
         `observe(outputs, targets)` is called on the ranks that compute the loss, for each part of the batch that
         they have, with full logits. The tp ranks of one data rank all observe the same.
         """
-        with self.replicas.stepping(), self._evaluating(), self._cut(batch), self._observed(observe):
+        with self.replicas.stepping(), self._evaluating(), self._sharded(batch), self._observed(observe):
             if self.pipeline is not None:
                 loss = self.pipeline.evaluate([self._inputs(part) for part in self._microbatches])
                 return self.mesh.comm(*REPLICAS).all_reduce(loss.detach().clone())
@@ -264,7 +264,7 @@ class Trainer:
         batch = Share((inputs.batch, None), *inputs[1:]) if isinstance(inputs, Share) else (inputs, None)
         with self.replicas.stepping(), self._evaluating():
             self._try_prediction(batch)
-            with self._cut(batch, wants_loss=False):
+            with self._sharded(batch, wants_loss=False):
                 batch_sizes = [len(part.positions) for part in self._microbatches]
                 if self.pipeline is not None:
                     outputs = self.pipeline.predict([self._inputs(part) for part in self._microbatches])
@@ -321,7 +321,7 @@ class Trainer:
     # ---- one step ------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _cut(self, batch: Batch, wants_loss: bool = True) -> Iterator[None]:
+    def _sharded(self, batch: Batch, wants_loss: bool = True) -> Iterator[None]:
         """Take this rank's share of the batch, in microbatches, with the random numbers that belong to it."""
         mine = self._mine(batch)
         self._require_batch_size(mine)
@@ -363,9 +363,9 @@ class Trainer:
             samples = find_samples(self.model, together, self.batch_dim, loss, self.plan.microbatches)
         except UsageError as error:
             refusal = str(error)
-        for said in self.mesh.comm(*self.mesh.names).all_gather_object(refusal):
-            if said is not None:
-                raise UsageError(said)
+        for message in self.mesh.comm(*self.mesh.names).all_gather_object(refusal):
+            if message is not None:
+                raise UsageError(message)
         return samples
 
     @contextlib.contextmanager
@@ -412,8 +412,8 @@ class Trainer:
         batch_size = first_batch_size(mine.batch, self.batch_dim)
         if batch_size != len(mine.positions):
             raise UsageError(
-                f"a share of {batch_size} samples that says it holds {len(mine.positions)} of {mine.of}; "
-                "cut batches with unisono.parallel.share.share, or give the full batch"
+                f"a share of {batch_size} samples that declares {len(mine.positions)} of {mine.of}; "
+                "shard batches with unisono.parallel.share.share, or give the full batch"
             )
         parts = self.mesh.size(*DATA) * self.plan.microbatches
         if self.plan.pp > 1 and mine.of < parts:

@@ -28,7 +28,7 @@ from unisono.errors import CheckpointError, UsageError
 from unisono.launch import environment
 from unisono.parallel.apply import Model
 from unisono.parallel.loss.loss import Loss
-from unisono.parallel.pipeline.layers import build_whole
+from unisono.parallel.pipeline.layers import build_full
 from unisono.parallel.precision import Precision
 from unisono.parallel.share import BatchDim, Share, first_batch_size, require_batch_dim
 from unisono.parallel.trainer import Trainer
@@ -413,7 +413,7 @@ def _buildable(model: Model, seed: int) -> nn.Module | Callable[[], nn.Module]:
         raise UsageError(
             f"Engine(model={model!r}): expected an nn.Module, a function that builds one or a list of uni.nn.LayerSpec"
         )
-    return lambda: build_whole(model, seed)
+    return lambda: build_full(model, seed)
 
 
 _FORMS = {

@@ -30,7 +30,7 @@ from unisono.mesh.random.state import RandomState
 from unisono.parallel.expert.expert import collect_aux
 from unisono.parallel.inputs import call, cloned
 from unisono.parallel.layout import full_tensors_of, layout_of, local_of
-from unisono.parallel.optimizer_state import whole_shape
+from unisono.parallel.optimizer_state import full_shape
 from unisono.parallel.precision import FULL, Precision, autocast
 from unisono.parallel.trainer import Trainer, takes_closure
 from unisono.verify.rewind import ModelSnapshot, TrainerSnapshot, generators_kept
@@ -341,7 +341,7 @@ def _vary_shards(trainer: Trainer, constants: dict[str, float], state: TrainerSn
     parameters, optimized = dict(trainer.model.named_parameters()), dict(trainer.optimized())
     for name, tensor in {**parameters, **optimized}.items():
         if name in constants:
-            full = _varied(name, constants[name], whole_shape(tensor))
+            full = _varied(name, constants[name], full_shape(tensor))
             tensor.copy_(local_of(full, layout_of(tensor), trainer.mesh))
     if state.zero is not None:
         state.zero.publish()

@@ -33,11 +33,11 @@ __all__ = [
 def require_full_parameters(optimizer: Optimizer, make: Make, model: nn.Module, *, is_sharded: bool) -> OptimizerScope:
     """Refuse an optimizer that would have to see more than a rank has; its reach.
 
-    is_spread: ranks will see different parameters, or shards of them, because of ZeRO or a pipeline.
+    is_sharded: ranks will see different parameters, or shards of them, because of ZeRO or a pipeline.
     """
     name = type(optimizer).__name__
-    cut = [key for key, parameter in model.named_parameters() if layout_of(parameter).splits]
-    if not cut and not is_sharded:
+    sharded = [key for key, parameter in model.named_parameters() if layout_of(parameter).splits]
+    if not sharded and not is_sharded:
         return OptimizerScope.MODEL
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UsageError(
@@ -46,11 +46,11 @@ def require_full_parameters(optimizer: Optimizer, make: Make, model: nn.Module, 
     require_elementwise_hooks(optimizer)
     scope = optimizer_scope(optimizer, make)
     if scope is OptimizerScope.MODEL:
-        where = f"{cut[0]} is sharded" if cut else "ZeRO or a pipeline gives every rank some of them only"
+        where = f"{sharded[0]} is sharded" if sharded else "ZeRO or a pipeline gives every rank some of them only"
         raise UsageError(f"{name} looks at all parameters at once, but {where}; use zero=0, tp=1, pp=1, ep=1")
-    if scope is OptimizerScope.TENSOR and cut:
+    if scope is OptimizerScope.TENSOR and sharded:
         raise UsageError(
-            f"{name} looks at a parameter as a whole, but {cut[0]} is sharded by tp or ep; use a plan without, or an "
-            "optimizer that treats elements alone (if this one does, set is_elementwise = True on its class)"
+            f"{name} uses a parameter as one tensor, but {sharded[0]} is sharded by tp or ep; use a plan without, or "
+            "an optimizer that treats elements alone (if this one does, set is_elementwise = True on its class)"
         )
     return scope

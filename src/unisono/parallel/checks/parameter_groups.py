@@ -1,7 +1,7 @@
 """Parameter groups that must not depend on the stage: optimizer(parameters) sees a stage's parameters in a pipeline.
 
 One that puts parameters into groups by what they are gives each the same options as on one device. One that goes by
-their place in the list, or by how many there are, does not: it is refused.
+their index in the list, or by how many there are, does not: it is refused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def require_same_groups(
                 raise UsageError(
                     f"optimizer(parameters) gives {name} {option}={value} among the parameters of its stage, and "
                     f"{option}={theirs[option]} among all of the model's; expected groups that go by what a parameter "
-                    "is (its shape, or its dims), and not by its place in the list: or use pp=1"
+                    "is (its shape, or its dims), and not by its index in the list: or use pp=1"
                 )
 
 

@@ -198,7 +198,7 @@ class _SampleTrial:
     # ---- what is refused -----------------------------------------------------------------------------------------
 
     def _require_failing_on_all(self, error: Exception) -> None:
-        """A model that fails on a few samples must fail on all of them too: then its first step will tell why."""
+        """A model that fails on a few samples must fail on all of them too: then its first step shows why."""
         try:
             with _undisturbed(self._model), torch.no_grad():
                 call(self._model, cloned(self._job.all_inputs))
@@ -240,7 +240,7 @@ class _SampleTrial:
     def _apart(
         self, full: Any, parts: list[Any], output_dims: tuple[SampleDim | None, ...]
     ) -> tuple[SampleDim | None, ...]:
-        """The places of samples in the outputs, with outputs that are made of all samples marked; UsageError where
+        """The sample dims of the outputs, with outputs that are made of all samples marked; UsageError where
         samples are mixed."""
         found = list(output_dims)
         for held, part in zip(self._job.halves, parts, strict=True):
@@ -322,7 +322,7 @@ class _SampleTrial:
             return False
 
     def _first_mixing(self) -> str:
-        """The first place in the forward pass at which a half of the samples gives other values than all of them."""
+        """The first module of the forward pass at which a half of the samples gives other values than all of them."""
         events: list[tuple[str, Any]] = []
         with _noting(self._model, lambda point, values: events.append((point, _copied(values)))):
             self._run(range(self._job.batch_size))
@@ -396,7 +396,7 @@ class _Watch(RandomState):
     def require_found(self) -> None:
         for (site, _), fault in self._faults.items():
             raise UsageError(
-                f"{site or 'the model'} draws random numbers of which it cannot be said which belong to which sample: "
+                f"{site or 'the model'} draws random numbers that cannot be assigned to samples: "
                 f"{fault}; use dp=1 and microbatches=1, or leave its dropout or noise out"
             )
 
@@ -435,9 +435,9 @@ class _RandomCall:
         if dim not in self.sums or dim not in part.sums:
             return False, False
         all_of_it, mine = self.sums[dim], part.sums[dim]
-        in_turn = (all_of_it.view(times, batch_size)[:, held.start : held.stop].reshape(-1) - mine).abs().max()
-        one_by_one = (all_of_it.view(batch_size, times)[held.start : held.stop].reshape(-1) - mine).abs().max()
-        return bool(in_turn * 10 < one_by_one), True
+        interleaved = (all_of_it.view(times, batch_size)[:, held.start : held.stop].reshape(-1) - mine).abs().max()
+        consecutive = (all_of_it.view(batch_size, times)[held.start : held.stop].reshape(-1) - mine).abs().max()
+        return bool(interleaved * 10 < consecutive), True
 
 
 # ---- comparing -------------------------------------------------------------------------------------------------------
@@ -476,8 +476,8 @@ def _first_fitting(mine: torch.Tensor, full_value: torch.Tensor, dim: int, batch
 
 
 def _matches(mine: torch.Tensor, full_value: torch.Tensor, held: range, batch_size: int) -> bool:
-    """Whether a part's tensor is that part of the whole's one, along any dim that follows the number of samples; also
-    where shapes tell that they cannot be compared."""
+    """Whether a part's tensor is that part of the full batch's one, along any dim that follows the number of samples;
+    also where they cannot be compared because of their shapes."""
     changed = [
         dim
         for dim in range(full_value.ndim)
@@ -543,7 +543,7 @@ class _FirstDifference:
 
     def meet(self, point: str, values: list[torch.Tensor]) -> None:
         if self._next >= len(self._events) or self._events[self._next][0] != point:
-            raise _Found  # another way through the model: nothing can be said
+            raise _Found  # another way through the model: nothing is known
         full_tensors = self._events[self._next][1]
         self._next += 1
         for mine, full_value in zip(values, full_tensors, strict=False):

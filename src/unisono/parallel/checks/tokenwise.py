@@ -95,7 +95,7 @@ def require_tokenwise(
         try:
             with no_side_effects(model), torch.no_grad(), trial.recording():
                 outputs = trial.run(tried, samples, model_loss)
-        except Exception:  # whatever a model says here, its first step will say too
+        except Exception:  # an error of the model itself, which its first step raises too
             return
         if not trial.ran_blocks:
             raise not_called(trial.blocks, model, word)
@@ -135,7 +135,7 @@ class _Over(Exception):
 
 
 class _TokenwiseTrial:
-    """Two runs of one model; what the first one saw, by place and in order."""
+    """Two runs of one model; what the first one saw, by module and in order."""
 
     def __init__(self, blocks: Blocks, word: str, gathers: bool, styles: Styles, first_held: int, noise: float) -> None:
         """first_held: of the tokens that the second run has, every other one. noise: how much of it, relative to what
@@ -149,9 +149,9 @@ class _TokenwiseTrial:
         self._is_second = self._is_sharded = False
         self.without_attention = ""  # the first block in which there was none
         self.misplaced: tuple[int, ...] = ()  # the shape of a tensor with dropout that has no tokens along dim 1
-        self._last = ""  # the place up to which the two runs agreed
+        self._last = ""  # the point up to which the two runs agreed
         self._seen: dict[str, list[Any]] = defaultdict(list)
-        self._turn: dict[str, int] = defaultdict(int)
+        self._visits: dict[str, int] = defaultdict(int)
         self._rest = ExitStack()
         last = len(blocks.modules) - 1
         full = full_sequence_modules(blocks, styles) if word == "sp" else ()
@@ -188,7 +188,7 @@ class _TokenwiseTrial:
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
-        """The second run; what it raises says that some tokens alone do not do."""
+        """The second run; it raises where some tokens need others."""
         self._is_second = True
         self._held = list(range(self._first_held, self._length, 2))
         try:
@@ -260,9 +260,9 @@ class _TokenwiseTrial:
         self, first: torch.Tensor | None, hidden: torch.Tensor, second: set[int], x: torch.Tensor
     ) -> torch.Tensor:
         if x is hidden:
-            return self._cut(x, 1) if first is not None else x
+            return self._tokens_of_rank(x, 1) if first is not None else x
         dim = sequence_dim(x, self._length, self._batch, id(x) in second) if self._word == "cp" else None
-        return x if dim is None else self._cut(x, dim)
+        return x if dim is None else self._tokens_of_rank(x, dim)
 
     def _run_layer(self, forward: Forward, name: str, kind: str, *args: Any, **kwargs: Any) -> Any:
         """Under sp: into a layer that is sharded by columns come all tokens, and what one that is sharded by rows gives
@@ -306,7 +306,7 @@ class _TokenwiseTrial:
             expected = full_value[name]
             is_second = name != "query" and (tensor.shape == expected.shape or expected.shape[-2] != self._length)
             self._compare(f"{_ATTENTION} ({name})", tensor, expected if is_second else self._shard_of_heads(expected))
-        return self._cut(outcome, -2) if self._is_sharded and outcome.shape[-2] == self._length else outcome
+        return self._tokens_of_rank(outcome, -2) if self._is_sharded and outcome.shape[-2] == self._length else outcome
 
     def _drop(self, drop: Forward, x: torch.Tensor, p: float = 0.5, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Under cp masks are drawn by the rank's tokens, along dim 1: there they must be."""
@@ -328,26 +328,26 @@ class _TokenwiseTrial:
         self._last = point
 
     def _next(self, point: str) -> Any:
-        turn = self._turn[point]
-        self._turn[point] += 1
-        if turn >= len(self._seen[point]):
+        visit = self._visits[point]
+        self._visits[point] += 1
+        if visit >= len(self._seen[point]):
             raise _Over  # the model goes another way: nothing is shown
-        return self._seen[point][turn]
+        return self._seen[point][visit]
 
     def _shard(self, full_value: Any) -> Any:
-        """The held tokens of what was whole in the first run: (batch, tokens, ...), or all samples' tokens in a row."""
+        """The held tokens of a tensor of the first run: (batch, tokens, ...), or all samples' tokens in a row."""
         if not isinstance(full_value, torch.Tensor) or full_value.dim() < 2:
             return full_value
         if tuple(full_value.shape[:2]) == (self._batch, self._length):
-            return self._cut(full_value, 1)
+            return self._tokens_of_rank(full_value, 1)
         if full_value.shape[0] == self._batch * self._length:
-            return self._cut(full_value.unflatten(0, (self._batch, self._length)), 1).flatten(0, 1)
+            return self._tokens_of_rank(full_value.unflatten(0, (self._batch, self._length)), 1).flatten(0, 1)
         return full_value
 
     def _shard_of_heads(self, full_value: torch.Tensor) -> torch.Tensor:
-        return self._cut(full_value, -2) if full_value.shape[-2] == self._length else full_value
+        return self._tokens_of_rank(full_value, -2) if full_value.shape[-2] == self._length else full_value
 
-    def _cut(self, full_value: torch.Tensor, dim: int) -> torch.Tensor:
+    def _tokens_of_rank(self, full_value: torch.Tensor, dim: int) -> torch.Tensor:
         return full_value.index_select(dim, torch.tensor(self._held))
 
     def compare_outputs(self, got: Any, expected: Any) -> None:
@@ -371,7 +371,7 @@ class _TokenwiseTrial:
     def _refusal(self, what: str) -> UsageError:
         reason = {
             "cp": "cp gives a rank some of the tokens, and only F.scaled_dot_product_attention sees the others",
-            "sp": "between the layers that tp cuts, sp gives a rank some of the tokens",
+            "sp": "between the layers that tp shards, sp gives a rank some of the tokens",
         }[self._word]
         fix = {"cp": "use cp=1", "sp": "leave sp out"}[self._word]
         return UsageError(

@@ -1,7 +1,7 @@
 """Buffers that a model's forward pass updates: running means, counters, power iterations.
 
 BatchNorm's are kept right by batchnorm.py. Of others nothing is known but what a trial run shows: which buffers change,
-and whether the samples have a say in it. The trial run is on the "meta" device, with every op seen by a
+and whether they depend on the samples. The trial run is on the "meta" device, with every op seen by a
 TorchDispatchMode: what is computed from the inputs is marked, storage by storage, and a buffer that a marked tensor is
 written into depends on the samples. A number that Python computes from a shape (`self.seen += len(x)`) carries no mark,
 so a second run has fewer samples, and writes must be the same.
@@ -67,7 +67,7 @@ def _updatable(model: nn.Module) -> Iterator[str]:
 
 
 def _updates(model: nn.Module, example: tuple[Any, Any], batch_dim: BatchDim) -> dict[str, bool]:
-    """The buffers that a forward pass updates, and whether samples have a say in it; none where that needs values."""
+    """The buffers that a forward pass updates, and whether they depend on samples; none where that needs values."""
     samples = first_batch_size(example, batch_dim)
     try:
         first = _BufferWrites.of(model, example[0])

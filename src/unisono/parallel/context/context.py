@@ -11,10 +11,10 @@ gathered: outputs are of this rank's tokens, and the targets are sliced to match
 
 Where the targets are of full sequences (a class a sentence, an image), the model looks at all tokens after its blocks.
 Then they are gathered there, the rest of the model runs alike on all ranks, and each takes some of the *samples* of
-the outcome to the loss. `Context.expect` tells the two apart by a batch.
+the outcome to the loss. `Context.expect` decides between the two by a batch.
 
     context = context_parallelize(model, mesh, "ring")
-    partial_loss = loss(model(inputs), context.cut_targets(targets))
+    partial_loss = loss(model(inputs), context.shard_targets(targets))
 
 Each rank then has a part of the loss, and its gradients are a part of the full ones, to be summed over "cp" as over the
 data axis. Parameters before the blocks need no care: tokens of other ranks give them no gradient here.
@@ -61,13 +61,13 @@ def attention(comm: Communicator, kind: str, tokens: Tokens) -> ShardedAttention
 
 
 NEEDS = (
-    "context parallelism (cp) spreads the sequences that run through such blocks: the model must take (batch, "
+    "context parallelism (cp) shards the sequences that run through such blocks: the model must take (batch, "
     "sequence, ...) and attend through F.scaled_dot_product_attention; for other models use dp, tp or pp"
 )
 
 
 def context_parallelize(model: nn.Module, mesh: Mesh, kind: str = "ring") -> Context:
-    """Spread the model's sequences over the mesh's "cp" ranks, in place. kind: "ring" or "ulysses".
+    """Shard the model's sequences over the mesh's "cp" ranks, in place. kind: "ring" or "ulysses".
 
     The model takes (batch, sequence, ...) and gives this rank's tokens of (batch, sequence, ...). Its attention must
     go through F.scaled_dot_product_attention.
@@ -147,9 +147,9 @@ class Context:
         """Which positions of a sequence of that length each rank holds."""
         return self._attention(length).tokens
 
-    def cut(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    def shard(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """This rank's tokens of a full tensor."""
-        return self.tokens(tensor.shape[dim]).cut(tensor, self.comm.rank, dim)
+        return self.tokens(tensor.shape[dim]).shard(tensor, self.comm.rank, dim)
 
     def shard_targets(self, targets: Any) -> Any:
         """This rank's part of the targets: of every tensor in them, the tokens along dim 1, or some samples."""
@@ -188,7 +188,7 @@ class Context:
                 f"targets of shape {tuple(target.shape)} under context parallelism; expected one a token: "
                 "(batch, sequence, ...); use a plan with cp=1 for targets of full sequences"
             )
-        return self.cut(target)
+        return self.shard(target)
 
     def join(self, shard: torch.Tensor, length: int, dim: int = 1) -> torch.Tensor:
         """The full tensor, from every rank's tokens; no gradients. All "cp" ranks call it."""
@@ -231,7 +231,7 @@ class Context:
     def _shard_output(self, batch: int, leaf: Any) -> Any:
         """This rank's tokens of an output that is of all of them, such as an encoder's of a sequence as long."""
         is_of_all = _has_samples(leaf, batch) and leaf.dim() > 1 and leaf.shape[1] == self._length
-        return self.cut(leaf) if is_of_all else leaf
+        return self.shard(leaf) if is_of_all else leaf
 
     def _needs_full_sequence(self, error: RuntimeError) -> UsageError:
         mine = self.tokens(self._length).count(self.comm.rank)
@@ -253,13 +253,13 @@ class Context:
         attention = self._attention(self._length)
         second = of_second_sequence(block, args, kwargs)
 
-        def cut(x: torch.Tensor) -> torch.Tensor:
+        def sharded(x: torch.Tensor) -> torch.Tensor:
             if x is not hidden:
                 return self._shard_argument(x, hidden.shape[0], name, attention.tokens, id(x) in second)
-            return attention.tokens.cut(x, self.comm.rank, 1) if is_first else x
+            return attention.tokens.shard(x, self.comm.rank, 1) if is_first else x
 
         self._keep_for_rest_of_model(attention, hidden.shape[0])
-        return mapped((args, kwargs), cut)
+        return mapped((args, kwargs), sharded)
 
     def _run_block(self, forward: Forward, name: str, *args: Any, **kwargs: Any) -> Any:
         # Within the block once more: a backward that runs it again does so without the model around it.
@@ -306,7 +306,7 @@ class Context:
     def _shard_argument(self, x: torch.Tensor, batch: int, name: str, tokens: Tokens, is_second: bool) -> torch.Tensor:
         dim = sequence_dim(x, tokens.length, batch, is_second)
         if dim is not None:
-            return tokens.cut(x, self.comm.rank, dim)
+            return tokens.shard(x, self.comm.rank, dim)
         if x.dim() == 3 and x.is_floating_point() and x.shape[1] != tokens.length and x.shape[1] in tokens.counts:
             raise UsageError(
                 f"block {name} was given a tensor {tuple(x.shape)} beside the hidden states of a sequence of "

@@ -5,7 +5,7 @@ normaliser, L_j = log sum exp(scores), and any number of parts can be merged aft
 
     L = log sum_j exp(L_j)            O = sum_j exp(L_j - L) O_j
 
-The backward of a part needs the whole's O and L only: with P = exp(scores - L), the weights as if all keys had been
+The backward of a part needs O and L of all parts only: with P = exp(scores - L), the weights as if all keys had been
 there, and D = rowsum(dO * O),
 
     dV = P' dO          dS = P * (dO V' - D)          dQ = dS K          dK = dS' Q

@@ -49,7 +49,7 @@ def ring_attention(
 ) -> torch.Tensor:
     """Attention of this rank's queries to the keys of all ranks: (batch, heads, tokens, width), with gradients.
 
-    `tokens` says which positions each rank holds; by default the zigzag of a sequence that is as long on every rank.
+    `tokens` gives which positions each rank holds; by default the zigzag of a sequence that is as long on every rank.
     k and v may have fewer heads than q. `mask` is of global positions, (..., sequence, sequence) or broadcasting to
     it, the same on all ranks: True where a query may look, or numbers to add to the scores.
     `noise` is for dropout; the backward asks for the same factors again.
@@ -140,8 +140,8 @@ class _Pair:
 
     @classmethod
     def on(cls, flat: torch.Tensor, keys: torch.Size | tuple[int, ...], values: torch.Size | tuple[int, ...]) -> _Pair:
-        cut = math.prod(keys)
-        return cls(flat, flat[:cut].view(keys), flat[cut:].view(values))
+        boundary = math.prod(keys)
+        return cls(flat, flat[:boundary].view(keys), flat[boundary:].view(values))
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor) -> _Pair:

@@ -55,7 +55,7 @@ Forward = Callable[..., Any]
 
 # Attributes of tensors in and between blocks
 _FULL = "unisono_full"  # not sharded, in a block: the tensor that it is outside of the blocks
-_USED = "unisono_used"  # outside: what blocks use in its place
+_USED = "unisono_used"  # outside: what blocks use instead
 _SHARDED = "unisono_sharded"  # returned by a block, beside its hidden states
 
 
@@ -79,7 +79,7 @@ class SequenceRegion(Region):
         return super().enter(x)
 
     def use(self, x: torch.Tensor) -> torch.Tensor:
-        """In the place of x, which is not sharded, in a block: ranks use it in different ways."""
+        """Replaces x, which is not sharded, in a block: ranks use it in different ways."""
         if hasattr(x, _FULL):
             return x
         now = (self, x._version, torch.is_grad_enabled())
@@ -109,7 +109,7 @@ class SequenceRegion(Region):
 
     def _require_own(self, x: torch.Tensor) -> None:
         """UsageError where x is made only of tensors that are not sharded, and as long as this rank's tokens. Tokens
-        without a gradient, in the first block, leave no trace in x: there the next block tells."""
+        without a gradient, in the first block, leave no trace in x: there the next block shows it."""
         own = None if self._own is None else self._own.grad_fn
         others = {each.grad_fn for each in self._like_own if each.grad_fn is not None}
         if own is None or not others or not x.requires_grad:
@@ -118,7 +118,7 @@ class SequenceRegion(Region):
         if reached & others and own not in reached:
             raise _not_told_apart(x, self.length)
 
-    def cut(self, x: torch.Tensor) -> torch.Tensor:
+    def split(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's shard of what every rank has in full; the sequence enters the blocks."""
         if x.dim() < 3:
             raise UsageError(
@@ -227,7 +227,7 @@ class SequenceParallel:
         return any(f"{name}.".startswith(f"{each}.") for each in self._full)
 
     def install(self) -> None:
-        """Cut at the first block's entry, join at the last one's exit; say whose gradients add up."""
+        """Split at the first block's entry, gather at the last one's exit; declare whose gradients are summed."""
         last = len(self.blocks.modules) - 1
         for number, block in enumerate(self.blocks.modules):
             # What wraps a block from now on is outside, and sees shards between blocks.
@@ -242,7 +242,7 @@ class SequenceParallel:
     def _run_block(self, forward: Forward, number: int, is_last: bool, *args: Any, **kwargs: Any) -> Any:
         region, is_first = self._inside, number == 0
         given = _first_tensor((*args, *kwargs.values()))
-        hidden = region.cut(given) if is_first else given
+        hidden = region.split(given) if is_first else given
         others: list[torch.Tensor] = []
 
         def entered(leaf: Any) -> Any:
@@ -412,7 +412,7 @@ _TOKEN_MIXERS = (nn.MultiheadAttention, nn.RNNBase, ConvNd)
 
 def _require_sound(block_name: str, block: nn.Module, styles: Styles, full: Sequence[str]) -> None:
     """Outside its regions a block must work token by token."""
-    tokenwise: set[nn.Module] = set()  # modules that say of themselves that they work token by token
+    tokenwise: set[nn.Module] = set()  # modules that declare that they work token by token
     for inner_name, module in block.named_modules(prefix=block_name):
         if getattr(module, "is_tokenwise", False):
             tokenwise.update(module.modules())
@@ -435,8 +435,8 @@ def _require_sound(block_name: str, block: nn.Module, styles: Styles, full: Sequ
             continue  # nn.MultiheadAttention's own, sharded with it
         if style is None and (is_linear(module) or isinstance(module, _TOKEN_MIXERS)):
             raise UsageError(
-                f"sequence parallelism would give {inner_name} a shard of the sequence, as no rule cuts it; if it "
-                f'works token by token, say so with the rule {{"{_pattern(inner_name)}": "whole"}}, else cut it'
+                f"sequence parallelism would give {inner_name} a shard of the sequence, as no rule shards it; if it "
+                f'works token by token, say so with the rule {{"{_pattern(inner_name)}": "whole"}}, else shard it'
             )
 
 

@@ -1,8 +1,8 @@
 """F.scaled_dot_product_attention over tokens that are sharded over ranks.
 
-    with ShardedAttention(comm, "ring", tokens) as spread:
+    with ShardedAttention(comm, "ring", tokens) as attention:
         y = block(x)            # its attention reaches the tokens of all ranks
-    spread.calls                # how often it was asked for
+    attention.calls                # how often it was asked for
 
 It is a handler of the attention dispatcher (torch_patches.py), so nn.MultiheadAttention and everything else that looks
 the function up in torch.nn.functional takes part; the fused paths of torch's transformer layers, which do not, are off.
@@ -43,7 +43,7 @@ _entered: list[ShardedAttention] = []
 
 
 def active() -> ShardedAttention | None:
-    """The one that attention goes through at the moment."""
+    """The active one."""
     return _entered[-1] if _entered else None
 
 
@@ -214,7 +214,7 @@ class ShardedAttention:
             )
         rows = mask.shape[-2] if mask is not None and mask.dim() > 1 else 1
         if mask is not None and rows == tokens.length != mine:
-            mask = tokens.cut(mask, rank, mask.dim() - 2)
+            mask = tokens.shard(mask, rank, mask.dim() - 2)
         elif rows not in (1, mine):
             raise UsageError(
                 f"attention to {k.shape[2]} keys with a mask of {rows} rows while this rank holds {mine} of "
@@ -297,7 +297,7 @@ def _random_state(p: float) -> RandomState:
     state = active_state()
     if state is None:
         raise UsageError(
-            f"attention dropout of {p} over spread tokens draws its mask by global positions; "
+            f"attention dropout of {p} over sharded tokens draws its mask by global positions; "
             "run the model within a RandomState (with state: ...)"
         )
     return state
@@ -308,7 +308,7 @@ def _require_torchs_own_rules(
 ) -> None:
     if query.dim() not in (3, 4):
         raise UsageError(
-            f"attention of {tuple(query.shape)} over spread tokens; expected (batch, heads, tokens, width)"
+            f"attention of {tuple(query.shape)} over sharded tokens; expected (batch, heads, tokens, width)"
         )
     if mask is not None and is_causal:
         raise UsageError("scaled_dot_product_attention was given attn_mask and is_causal; pass one of them")

@@ -66,7 +66,7 @@ class Tokens:
         """Whether the ranks' tokens, one rank after the other, are the sequence."""
         return bool((torch.cat(self._positions) == torch.arange(self.length)).all())
 
-    def cut(self, full: torch.Tensor, rank: int, dim: int) -> torch.Tensor:
+    def shard(self, full: torch.Tensor, rank: int, dim: int) -> torch.Tensor:
         """A rank's tokens of a tensor whose `dim` is the sequence; differentiable."""
         shards = [full.narrow(dim, run.start, len(run)) for run in self.runs[rank]]
         return shards[0] if len(shards) == 1 else torch.cat(shards, dim)
@@ -123,12 +123,13 @@ def require_fit(
     if not q.shape[2] == k.shape[2] == tokens.count(rank):
         raise UsageError(
             f"{kind} attention: rank {rank} has {q.shape[2]} queries and {k.shape[2]} keys, but of a sequence of "
-            f"{tokens.length} cut into {tokens.counts} it holds {tokens.count(rank)}; expected its own tokens in both"
+            f"{tokens.length} sharded into {tokens.counts} it holds {tokens.count(rank)}; expected its own tokens in "
+            "both"
         )
 
 
 def _chunks(length: int, count: int) -> list[range]:
-    """Consecutive shards as torch.tensor_split cuts them."""
+    """Consecutive shards as torch.tensor_split gives them."""
     small, extra = divmod(length, count)
     stops = [(i + 1) * small + min(i + 1, extra) for i in range(count)]
     return [range(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]

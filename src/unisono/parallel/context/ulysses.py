@@ -37,7 +37,7 @@ def ulysses_attention(
 ) -> torch.Tensor:
     """Attention of this rank's queries to the keys of all ranks: (batch, heads, tokens, width), with gradients.
 
-    `tokens` says which positions each rank holds; by default consecutive ones, as many on every rank. `mask` is of
+    `tokens` gives which positions each rank holds; by default consecutive ones, as many on every rank. `mask` is of
     global positions. `attention` is what runs on full sequences: F.scaled_dot_product_attention or one like it.
     """
     tokens = tokens or Tokens.consecutive(q.shape[2] * comm.size, comm.size)
@@ -110,7 +110,7 @@ def _tokens_for_heads(out: torch.Tensor, heads: Sequence[range], comm: Communica
     if comm.size == 1:
         return out
     everyone = range(comm.size)
-    parts = [[tokens.cut(out, r, 2)] for r in everyone]
+    parts = [[tokens.shard(out, r, 2)] for r in everyone]
     count = tokens.count(comm.rank)
     shapes = [[(out.shape[0], len(heads[r]), count, out.shape[3])] for r in everyone]
     return torch.cat([shards[0] for shards in _exchanged(parts, shapes, comm)], 1)

@@ -1,6 +1,6 @@
 """Batch normalisation over the global batch.
 
-BatchNorm's statistics are those of the batch, so a rank that sees a part of it must ask the others. Every rank tells
+BatchNorm's statistics are those of the batch, so a rank that sees a part of it must ask the others. Every rank sends
 its count, mean and sum of squared deviations for each channel; with them (Chan's formula)
 
     count = sum n_r      mean = sum n_r mean_r / count      deviations = sum (d_r + n_r (mean_r - mean)^2)
@@ -79,7 +79,8 @@ class _Calls(TorchFunctionMode):
 
 
 def has_batchnorm(model: nn.Module) -> bool:
-    """Whether anything in the model depends on the batch as a whole, so that microbatches would change the result."""
+    """Whether anything in the model depends on all samples of the batch, so that microbatches would change the
+    result."""
     return any(isinstance(module, _BatchNorm) and _uses_batch(module) for module in model.modules())
 
 

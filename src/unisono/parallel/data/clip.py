@@ -1,7 +1,7 @@
 """Clipping gradients, of which every rank holds some shards, as if one process held them all.
 
 A shard may be on several ranks: on all replicas, or on the tensor-parallel ranks that replicate a parameter. Of
-those, one counts it: the first along each axis that does not shard the parameter. So one message over the whole mesh
+those, one counts it: the first along each axis that does not shard the parameter. So one message over the full mesh
 gives the norm, whichever strategies shard what. Pipeline stages hold different parameters; one that is tied between
 stages is named in `uncounted` on all but one of them.
 """
@@ -89,8 +89,8 @@ def clip_by_value(parameters: Iterable[torch.Tensor], limit: float) -> None:
 
 def _counts(parameter: torch.Tensor, mesh: Mesh) -> bool:
     """Whether this rank counts its shard, rather than another rank that has the same."""
-    cut = (*layout_of(parameter).axes, STAGES)
-    return all(mesh.index(axis) == 0 for axis in mesh.names if axis not in cut)
+    sharded = (*layout_of(parameter).axes, STAGES)
+    return all(mesh.index(axis) == 0 for axis in mesh.names if axis not in sharded)
 
 
 def _alike(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

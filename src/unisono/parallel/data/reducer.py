@@ -4,7 +4,7 @@ A parameter's gradient is ready when autograd has accumulated it. Parameters tha
 a bucket; a full bucket leaves at once. Buckets leave in one fixed order on every rank, whatever order autograd works
 in, so that ranks whose models took different paths still meet; what is missing when the backward ends leaves as zeros.
 
-`DataParallel` and `ShardedOptimizer` say what leaving and arriving mean. How often gradients travel in a step is a
+`DataParallel` and `ShardedOptimizer` define what leaving and arriving mean. How often gradients travel in a step is a
 property of the program, not of the data: once for every backward outside `hold`, or once at `finish` if there was none.
 """
 
@@ -60,10 +60,10 @@ class Reducer(Generic[AnyBucket]):
         ]
 
     def _leave(self, bucket: AnyBucket) -> Handle:
-        raise AssertionError("a subclass says how a bucket leaves")
+        raise AssertionError("a subclass sends a bucket")
 
     def _settle(self, bucket: AnyBucket, total: torch.Tensor) -> None:
-        raise AssertionError("a subclass says what becomes of a sum")
+        raise AssertionError("a subclass stores a sum")
 
     def _drop(self, name: str, parameter: nn.Parameter) -> None:
         """No rank has a gradient for this parameter, so .grad is None, as on one device."""

@@ -1,7 +1,7 @@
 """Experts that are all visited alike: a mixture of experts in a form that can be traced.
 
 Which experts a token visits depends on its values, so a MoE cannot be traced. For the planner, which needs its
-cost, tokens may as well be distributed in turn: the same products of the same sizes, on average.
+cost, tokens may as well be distributed round-robin: the same products of the same sizes, on average.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unisono.parallel.expert.expert import MoE
 
 @contextlib.contextmanager
 def evenly_visited(model: nn.Module) -> Iterator[None]:
-    """In the block, every MoE of the model deals its tokens out in turn."""
+    """In the block, every MoE of the model distributes its tokens round-robin."""
     changed = [module for module in model.modules() if isinstance(module, MoE)]
     for module in changed:
         module.forward = partial(_forward, module)  # type: ignore[method-assign]

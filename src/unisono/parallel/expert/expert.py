@@ -12,7 +12,7 @@ to be summed over the other data axes only.
 
 What depends on the full batch stays so under any plan:
 - capacity: an expert takes at most ceil(factor * k * tokens / experts) visits of the *global* batch, first choices
-  first and then in the order of tokens. Ranks tell each other how many visits they have for each expert, so everyone
+  first and then in the order of tokens. Ranks exchange how many visits they have for each expert, so everyone
   knows which of its own come too late.
 - the auxiliary loss, experts * sum_e (fraction of visits to e) * (mean probability of e), takes fraction and mean over
   the global batch; `aux_loss` is this rank's part, and the parts of all ranks add up to it.
@@ -37,7 +37,7 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.expert.all_to_all import all_to_all
-from unisono.parallel.layout import WHOLE, Layout, Split, lay, local_of
+from unisono.parallel.layout import UNSHARDED, Layout, Split, local_of, set_layout
 from unisono.plan.plan import DATA, REPLICAS
 from unisono.torch_compat import in_backward
 
@@ -278,7 +278,7 @@ def _by_expert(coming: torch.Tensor) -> torch.Tensor:
 
 
 def expert_parallelize(model: nn.Module, mesh: Mesh) -> None:
-    """Spread the experts of the model's MoE layers over the mesh's "ep" axis, in place.
+    """Shard the experts of the model's MoE layers over the mesh's "ep" axis, in place.
 
     Needed without an "ep" axis too, wherever ranks share a batch: capacity and auxiliary loss are of the global one.
     """
@@ -294,7 +294,7 @@ def require_experts(model: nn.Module, mesh: Mesh) -> None:
     layers, stacked, ranks = dict(_layers(model)), dict(stacked_experts(model)), _owners(mesh)
     if ranks > 1 and not layers and not stacked:
         raise UsageError(
-            f"ep={ranks} spreads experts, but {type(model).__name__} has no uni.nn.MoE, and no experts of Hugging Face "
+            f"ep={ranks} shards experts, but {type(model).__name__} has no uni.nn.MoE, and no experts of Hugging Face "
             "whose weights are stacked in one parameter; use ep=1"
         )
     if ranks > 1 and stacked and "tp" in mesh.names and mesh.size("tp") > 1:
@@ -327,12 +327,12 @@ def _shard_moe(moe: MoE, mesh: Mesh, ranks: int) -> None:
 
 
 def _shard_experts(module: nn.Module, names: Iterable[str], split: Split, mesh: Mesh) -> None:
-    layout = Layout(summed=tuple(axis for axis in WHOLE.summed if axis != "ep")).cut(split)
+    layout = Layout(summed=tuple(axis for axis in UNSHARDED.summed if axis != "ep")).with_split(split)
     for name in names:
         full = getattr(module, name)
         if full is not None:
             mine = nn.Parameter(local_of(full.detach(), layout, mesh), requires_grad=full.requires_grad)
-            lay(mine, layout)
+            set_layout(mine, layout)
             setattr(module, name, mine)
 
 

@@ -194,7 +194,7 @@ def _gathered(leaf: torch.Tensor, lengths: list[int], comm: Communicator) -> tor
 
 
 def require_full_batches(plan: Plan, example: Any) -> None:
-    """UsageError where a plan leaves no moment at which all samples are there."""
+    """UsageError where a plan never has all samples at once."""
     if plan.microbatches > 1:
         raise UsageError(
             f"uni.BatchLoss with microbatches={plan.microbatches}: the loss needs all samples of the batch at once; "

@@ -478,7 +478,7 @@ def _blank(outputs: Any) -> Any:
 
 
 def _detached_from(leaf: Any) -> Any:
-    """The tensor without its history; it still says whether it needs a gradient, which tells counts from values."""
+    """The tensor without its history; it still has requires_grad, which distinguishes counts from values."""
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
 
@@ -513,7 +513,7 @@ def _has_gradient(value: torch.Tensor, leaves: Sequence[torch.Tensor]) -> bool:
 
 
 def _is_near(full: torch.Tensor, parts: Sequence[torch.Tensor], extra: torch.Tensor | float) -> bool:
-    """Whether the parts add up to the whole; extra: what both of them have."""
+    """Whether the parts' sums are the full sum; extra: what both of them have."""
     scale = parts[0].abs() + parts[1].abs() + full.abs()
     gap = (full - parts[0] - parts[1] + extra).abs()
     return bool(gap <= _TOLERANCE.get(full.dtype, 1e-5) * scale)

@@ -155,7 +155,7 @@ class LossRecorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _READS:
             raise UsageError(
-                f"the model reads values of its labels in Python ({func.__name__}), which cannot be known for a whole "
+                f"the model reads values of its labels in Python ({func.__name__}), which cannot be known for a full "
                 "batch from a part of it; compute the loss from the model's outputs: loss(outputs, targets)"
             )
         if func in (_device_of, _is_meta, _is_cuda):
@@ -305,7 +305,7 @@ def _apart(outcome: torch.Tensor, given: Any) -> torch.Tensor:
 
 
 def _form(tensor: torch.Tensor) -> torch.Tensor:
-    """A meta tensor of the same shape (of the whole, for logits in shards), dtype and need of a gradient."""
+    """A meta tensor of the same shape (of the full tensor, for logits in shards), dtype and need of a gradient."""
     with torch.no_grad():
         if type(tensor) in (torch.Tensor, nn.Parameter):
             made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -473,7 +473,7 @@ class ModelLoss:
 
 
 def _answered(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a model asks a meta tensor for yes or no. It is told yes, as masks of batches without padding would say:
+    """Whether a model asks a meta tensor for yes or no. The answer is yes, as for masks of batches without padding:
     where that leads it astray, what is recorded later differs and is refused."""
     return func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool
 

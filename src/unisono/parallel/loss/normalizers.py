@@ -13,7 +13,7 @@ under which torch's own means do so. It sees, in the order of the calls:
 - every loss of torch.nn.functional with reduction="mean", as the sum of its reduction="none", and kl_div's "batchmean";
 - a sum divided by a sum that needs no gradient, as in `(loss * mask).sum() / mask.sum()`;
 - a sum divided by a number of Python that is a size of the batch, as in `loss.sum() / len(targets)`. Whether it is one
-  cannot be seen here: `divisors` lists all such numbers, and `sizes` tells which of them are counts.
+  cannot be seen here: `divisors` lists all such numbers, and `sizes` gives which of them are counts.
 
 Sums stay sums. A tensor from which the batch was summed away is marked, so that further means over it are plain ones.
 """
@@ -67,7 +67,7 @@ _ELEMENTWISE = (
     F.binary_cross_entropy_with_logits,
 )
 _HALVES = (torch.float16, torch.bfloat16)
-# With these, a number of Python or a shape may tell of values, and not of the batch's size.
+# With these, a number of Python or a shape may depend on values, and not on the batch's size.
 _READS = {
     torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__int__,
     torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.__bool__, torch.nonzero, torch.Tensor.nonzero,
@@ -97,7 +97,7 @@ class LossNormalizer(TorchFunctionMode):
     """While active, means divide by `totals`, one a mean in the order of the calls.
 
     Without totals they divide by their own counts. Totals that are still to be agreed on are given as a function, asked
-    at the first division. Either way `counts` tells what this part counted. With `dry`, losses of torch.nn.functional
+    at the first division. Either way `counts` gives what this part counted. With `dry`, losses of torch.nn.functional
     are counted and, where that needs no values, not computed.
     """
 
@@ -216,12 +216,12 @@ def _tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
 
 def _made(out: torch.Tensor, given: list[Any]) -> int:
     """How many elements are new: none in a view."""
-    place = _place(out)
-    return 0 if place is not None and place in map(_place, given) else out.numel()
+    address = _address(out)
+    return 0 if address is not None and address in map(_address, given) else out.numel()
 
 
-def _place(value: Any) -> int | None:
-    """Where a plain tensor lies."""
+def _address(value: Any) -> int | None:
+    """The address of a plain tensor's data."""
     return value.untyped_storage().data_ptr() if type(value) is torch.Tensor else None
 
 

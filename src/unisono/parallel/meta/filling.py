@@ -1,7 +1,7 @@
 """Filling: what a plan leaves this rank of a meta model gets its memory and its values.
 
 The model was built and sharded without memory (mesh/deferred_init/deferred_model.py); its tensors have kept their
-names, and their layouts tell which shard of the full tensor this rank holds. Each is made in full, sharded and freed
+names, and their layouts give which shard of the full tensor this rank holds. Each is made in full, sharded and freed
 before the next one: beside what the rank owns, no more than one full tensor is in memory at a time.
 """
 

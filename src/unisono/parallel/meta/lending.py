@@ -1,6 +1,6 @@
 """Running a meta model with numbers, tensor by tensor: each gets its values for the operation that asks for them.
 
-What a Shadow cannot run (a router sends tokens where numbers tell it to) still never needs the full model at once.
+What a Shadow cannot run (a router sends tokens depending on values) still never needs the full model at once.
 Within a MaterializeOnRead an operation on a meta tensor of a deferred-init model is done with the values that the
 tensor will have, made for it and let go: beside what the model computes, the memory is that of the few tensors used
 last.

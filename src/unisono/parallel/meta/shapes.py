@@ -71,7 +71,7 @@ def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable |
 
 
 def _describe(values: Any, parts: list[Any]) -> bool:
-    """Whether all of them could be told in the parts."""
+    """Whether all of them could be found in the parts."""
     parts.append(len(values))
     for value in values:
         kind = type(value)

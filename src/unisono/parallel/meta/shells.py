@@ -1,7 +1,7 @@
 """Shells: parameters with a shape and no values yet, while an optimizer is made for them.
 
 ZeRO's third stage makes the optimizer first, from all parameters, and then the values, one parameter at a time. An
-optimizer that looks at values while it is made (to keep a copy of the initial ones, say) would see nothing. So,
+optimizer that looks at values while it is made (to keep a copy of the initial ones, for example) would see nothing. So,
 within `materialized`, each operation that reads a shell is computed with the values that the parameter will have.
 """
 
@@ -27,7 +27,8 @@ class MaterializedShells(Interception):
     def __init__(
         self, shells: Mapping[str, nn.Parameter], value: Callable[[str, nn.Parameter], torch.Tensor], what: str
     ) -> None:
-        """`value` makes a shell's values, by its name; `what` is at work in the block, and is told where it writes."""
+        """`value` makes a shell's values, by its name; `what` is at work in the block, and is notified where it
+        writes."""
         super().__init__()
         self._names = {StorageWeakRef(shell.untyped_storage()): name for name, shell in shells.items()}
         self._handed: dict[StorageWeakRef, str] = {}  # values, for what they are of

@@ -4,7 +4,7 @@ split            a model into stages (layers: a model given as a list of layers)
 stage            some consecutive blocks, run by the model's own forward
 runtime          a rank carries out its list of actions (plan/schedules)
 message, transfers   what stages send each other
-backward         the backward of a microbatch at a stage, whole or in halves
+backward         the backward of a microbatch at a stage, full or in halves
 tied             parameters that several stages hold
 skips, dependence    tensors that a model carries round its blocks
 parameter_usage, off_stage   which parameters a stage uses, and those it does not hold

@@ -1,7 +1,7 @@
-"""The backward of one microbatch at one stage, whole or in halves.
+"""The backward of one microbatch at one stage, full or in halves.
 
 A stage's graph begins at an `Arrival`, where the message of the stage before came in, and ends at its roots: the loss,
-or the tensors handed on. Whole, the backward is autograd's own. In halves:
+or the tensors handed on. The full backward is autograd's own. In halves:
 
     I   runs autograd only along the ways that lead to the Arrival, so no gradient of a weight is computed. Where such
         a way passes an operation that also has weights (a *junction*), the gradient that comes in is kept.
@@ -9,8 +9,8 @@ or the tensors handed on. Whole, the backward is autograd's own. In halves:
 
 A weight that belongs to one junction gets its gradient there, once. One that belongs to several (a layer that is used
 twice) would be counted again on the way from one of its junctions to the next, so it is computed in I already. So are
-weights that are vectors only, a norm's say: their gradients are sums, quicker than a second run of autograd is to
-start. Roots from which no way leads to the Arrival are left to W as a whole. The sum is the full gradient, exactly.
+weights that are vectors only, a norm's for example: their gradients are sums, quicker than a second run of autograd is
+to start. Roots from which no way leads to the Arrival are left to W entirely. The sum is the full gradient, exactly.
 
 Where nothing arrives that has a gradient, as at the first stage, I is the full backward: W, left for last, would keep
 what comes after it waiting for all of it.
@@ -58,7 +58,7 @@ class Arrival:
 
 
 class _Enter(torch.autograd.Function):
-    """Gives tensors a place in the graph. They are not inputs of the function, so they may be changed in place."""
+    """Makes tensors nodes of the graph. They are not inputs of the function, so they may be changed in place."""
 
     @staticmethod
     def forward(ctx: Any, grads: list[Any], anchor: torch.Tensor, tensors: list[torch.Tensor]) -> Any:

@@ -56,7 +56,7 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
 
 
 class Touch(Interception):
-    """While active, tells `touched` about the memory of every operation's inputs."""
+    """While active, calls `touched` with the memory of every operation's inputs."""
 
     def __init__(self, touched: Callable[[StorageWeakRef], None]) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Greedy generation through a pipeline, as Hugging Face's `generate` does it on one device.
 
-No rank has the full model, so `generate` cannot be called. Each new token is taken from the outputs of the whole
+No rank has the full model, so `generate` cannot be called. Each new token is taken from the outputs of the full
 sequence so far, which the pipeline computes again: the tokens are those that a cache of keys and values would give.
 """
 

@@ -1,11 +1,11 @@
 """A model as a list of layers that are not built yet.
 
     layers = [LayerSpec(nn.Linear, 64, 256), LayerSpec(nn.ReLU), LayerSpec(nn.Linear, 256, 10)]
-    cut = split_layers(layers, schedule, rank, seed=0)     # on every rank: builds this rank's layers only
-    model = build_whole(layers, seed=0)                    # the same model on one device
+    stages = split_layers(layers, schedule, rank, seed=0)     # on every rank: builds this rank's layers only
+    model = build_full(layers, seed=0)                    # the same model on one device
 
 Each layer gets, bit for bit, the parameters that it has in the full model. Layers with the same key, written as
-TiedSpec, are one layer used in several places.
+TiedSpec, are one layer used at several positions.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LayerSpec:
 
 
 class TiedSpec(LayerSpec):
-    """One of several places of one layer. The first place builds it; `forward(layer, x)` is what this place does."""
+    """One of several positions of one layer. The first one builds it; `forward(layer, x)` is what this one does."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class TiedSpec(LayerSpec):
 
 
 class _Again(nn.Module):
-    """A tied layer in one of its places."""
+    """A tied layer at one of its positions."""
 
     def __init__(self, layer: nn.Module, forward: Callable[[nn.Module, Any], Any] | None) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class _Again(nn.Module):
         return self.layer(x) if self._forward is None else self._forward(self.layer, x)
 
 
-def build_whole(specs: Sequence[LayerSpec], seed: int) -> nn.Sequential:
+def build_full(specs: Sequence[LayerSpec], seed: int) -> nn.Sequential:
     """The model that one device gets."""
     everything = range(len(specs))
     return _assembled(specs, everything, _built(specs, everything, seed))
@@ -109,7 +109,7 @@ def split_layers(
 
 
 def _first_positions(specs: Sequence[LayerSpec]) -> list[int]:
-    """Of each place, the one that builds its layer: itself, or the first with its key."""
+    """Of each position, the one that builds its layer: itself, or the first with its key."""
     first: dict[str, int] = {}
     return [
         first.setdefault(spec.key, position) if isinstance(spec, TiedSpec) else position
@@ -118,7 +118,7 @@ def _first_positions(specs: Sequence[LayerSpec]) -> list[int]:
 
 
 def _built(specs: Sequence[LayerSpec], positions: Sequence[int], seed: int) -> dict[int, nn.Module]:
-    """The layers of these places, by the place that builds them. Each draws what it would in the full model."""
+    """The layers of these positions, by the position that builds them. Each draws what it would in the full model."""
     first = _first_positions(specs)
     builders = sorted(set(first))
     wanted = {builders.index(first[position]) for position in positions}
@@ -127,21 +127,21 @@ def _built(specs: Sequence[LayerSpec], positions: Sequence[int], seed: int) -> d
 
 
 def _assembled(specs: Sequence[LayerSpec], positions: Sequence[int], layers: dict[int, nn.Module]) -> nn.Sequential:
-    """All places in a row, with an empty module where nothing was built.
+    """All positions in order, with an empty module where nothing was built.
 
-    A tied layer stands in its first place too, for that is where its parameters have their names from.
+    A tied layer is at its first position too, from which its parameters have their names.
     """
-    row: list[nn.Module] = []
+    modules: list[nn.Module] = []
     for position, (spec, first) in enumerate(zip(specs, _first_positions(specs), strict=True)):
         if position == first and position in layers:
             again = isinstance(spec, TiedSpec) and spec.forward is not None
-            row.append(_Again(layers[position], spec.forward) if again else layers[position])  # type: ignore[attr-defined]
+            modules.append(_Again(layers[position], spec.forward) if again else layers[position])  # type: ignore[attr-defined]
         elif position in positions:
             assert isinstance(spec, TiedSpec)
-            row.append(_Again(layers[first], spec.forward))
+            modules.append(_Again(layers[first], spec.forward))
         else:
-            row.append(nn.Module())
-    return nn.Sequential(*row)
+            modules.append(nn.Module())
+    return nn.Sequential(*modules)
 
 
 def _tied(

@@ -102,7 +102,7 @@ def kind_of(inputs: Any) -> Key:
 
 
 def indices_of(leaves: Sequence[Any], travels: Sequence[bool]) -> tuple[tuple[int, ...], ...]:
-    """The positions of the leaves that travel; a tensor that stands in several places travels once."""
+    """The positions of the leaves that travel; a tensor that occurs several times is sent once."""
     positions: dict[int, list[int]] = {}
     for position, (leaf, goes) in enumerate(zip(leaves, travels, strict=True)):
         if goes:

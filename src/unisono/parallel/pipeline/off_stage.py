@@ -17,12 +17,12 @@ from torch import nn
 from unisono.errors import UsageError
 from unisono.parallel.pipeline.message import TensorForm
 
-FOREIGN = "unisono_foreign"  # on modules whose parameters are of another stage
+OFF_STAGE = "unisono_off_stage"  # on modules whose parameters are of another stage
 
 
 def is_off_stage(module: nn.Module) -> bool:
     """Whether nobody needs what the module makes on this rank."""
-    return getattr(module, FOREIGN, False)
+    return getattr(module, OFF_STAGE, False)
 
 
 class OffStage:
@@ -39,7 +39,7 @@ class OffStage:
                 if parameter is not None and id(parameter) not in owned:
                     del module._parameters[name]
                     setattr(module, name, TensorForm.of(parameter).placeholder(parameter.device))
-                    setattr(module, FOREIGN, True)
+                    setattr(module, OFF_STAGE, True)
                     self._meta.append((module, name))
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None and id(buffer) not in owned:

@@ -2,7 +2,7 @@
 
 A stage that finds a model impossible to split is one rank's stage; the others would wait for its message. So every rank
 first plays all of them, on torch's "meta" device, where tensors have shapes and no numbers, and all refuse alike. A
-model that needs numbers is played with a copy of its own, if it is small; else the first step tells.
+model that needs numbers is played with a copy of its own, if it is small; else the first step shows it.
 """
 
 from __future__ import annotations
@@ -47,10 +47,12 @@ def rehearse(model: nn.Module, schedule: Schedule, inputs: Any) -> bool:
         watched = meta_copy(model)
         with evenly_visited(watched):
             usage = _played(lambda: by_example(watched, require_stages(watched, schedule), inputs))
-        cuts = [_played(lambda rank=rank: _cut(watched, usage, schedule, rank)) for rank in range(schedule.ranks)]
-        for cut in cuts:
-            experts.enter_context(evenly_visited(cut.model))
-        stages = sorted((stage for cut in cuts for stage in cut.stages), key=lambda stage: stage.number)
+        splits = [
+            _played(lambda rank=rank: _split_copy(watched, usage, schedule, rank)) for rank in range(schedule.ranks)
+        ]
+        for part in splits:
+            experts.enter_context(evenly_visited(part.model))
+        stages = sorted((stage for part in splits for stage in part.stages), key=lambda stage: stage.number)
         message: Sequence[torch.Tensor] = ()
         form: MessageForm | None = None
         for stage in stages:
@@ -72,9 +74,9 @@ def rehearse_with_values(model: nn.Module, schedule: Schedule, inputs: Any) -> N
         message: list[torch.Tensor] = []
         form: MessageForm | None = None
         for number, rank in enumerate(schedule.placement):
-            part, values = _with_values(model, inputs)
-            cut = split(part, schedule, rank, usage=usage.of_copy(full, part))
-            (stage,) = (each for each in cut.stages if each.number == number)
+            copy, values = _with_values(model, inputs)
+            part = split(copy, schedule, rank, usage=usage.of_copy(full, copy))
+            (stage,) = (each for each in part.stages if each.number == number)
             with values:
                 outcome = _played(lambda stage=stage, reported=message, form=form: _run(stage, inputs, reported, form))
             message = outcome.tensors
@@ -102,7 +104,7 @@ def _run(stage: Stage, inputs: Any, message: Sequence[torch.Tensor], form: Messa
         ) from error
 
 
-def _cut(watched: nn.Module, usage: ParameterUsage, schedule: Schedule, rank: int) -> StageSplit:
+def _split_copy(watched: nn.Module, usage: ParameterUsage, schedule: Schedule, rank: int) -> StageSplit:
     """Of a copy, as splitting a model changes it; the parameter usage is the same for all ranks."""
     copy = meta_copy(watched)
     return split(copy, schedule, rank, usage=usage.of_copy(watched, copy))

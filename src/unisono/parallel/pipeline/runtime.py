@@ -42,7 +42,7 @@ class PipelineRuntime:
 
     `comm` joins the pipeline's ranks. `around(action)` gives a context for everything that an action computes: the
     scope of the microbatch's random numbers, say. With split_backward=False the schedules with halved backwards do
-    the whole of it in the first half; that is right for layers that are costly to run backward twice, such as
+    all of it in the first half; that is right for layers that are costly to run backward twice, such as
     recomputed ones.
     """
 

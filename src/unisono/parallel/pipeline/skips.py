@@ -5,7 +5,7 @@
 
 Every stage runs the model's full forward, so all make the same calls of torch functions outside the blocks. A result
 of such a call is therefore known to all stages by its label: the expression in the caller's code, how often it has
-been there before, and the place in what was returned. (Hooks of others, which may not be there in every forward, are
+been there before, and the index in what was returned. (Hooks of others, which may not be there in every forward, are
 other code, and do not change the labels of the model's.) Blocks are known by their numbers.
 
 The parameter usage of a model notes which labels are read across each boundary (`Reads`); a stage sends their tensors
@@ -41,7 +41,7 @@ from unisono.parallel.pipeline.dependence import Dependence, storages_of
 
 Span = tuple[int, ...]  # of an expression: first and last line, first and last column
 Call = tuple[str, int, Span, int]  # file, first line of the function, where in it, how often; or ("", block, (), 0)
-Label = tuple[Call, int]  # a call, and the place in its flattened result; below 0, of an argument whose value it reads
+Label = tuple[Call, int]  # a call, and the index in its flattened result; below 0, of an argument whose value it reads
 
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 _ABOUT = frozenset(
@@ -71,7 +71,7 @@ class Calls(TorchFunctionMode):
         super().__init__()
         self.made: dict[Label, torch.Tensor] = {}
         self.received: dict[Label, torch.Tensor] = {}  # of stages before
-        self.replaced: dict[int, torch.Tensor] = {}  # id of a tensor of this stage -> what is read in its place
+        self.replaced: dict[int, torch.Tensor] = {}  # id of a tensor of this stage -> what is read instead
         self.kept: list[Any] = []  # those tensors: a recomputation runs under this mode when the forward is long over
         self.is_inside = False  # a block
         self.require_value: Callable[[torch.Tensor], None] = lambda tensor: None  # before Python sees it

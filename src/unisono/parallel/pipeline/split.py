@@ -1,8 +1,8 @@
 """Cutting a model into the stages of a pipeline.
 
-    cut = split(model, schedule("1f1b", ranks=4, microbatches=8), rank, example=inputs)
-    cut.model                      # the same object, now with only this rank's parameters, under their old names
-    PipelineRuntime(cut.stages, ...)
+    found = split(model, schedule("1f1b", ranks=4, microbatches=8), rank, example=inputs)
+    found.model                      # the same object, now with only this rank's parameters, under their old names
+    PipelineRuntime(found.stages, ...)
 
 The model is an nn.Sequential, whose children are the blocks, or any model with a list of repeated ones, or one whose
 children with parameters run one after the other. A rank keeps its part of it; what was built without values is
@@ -59,7 +59,7 @@ def split(
 ) -> StageSplit:
     """Keep this rank's stages of the model, in place.
 
-    example: inputs as of a microbatch, to see where parameters are used; without, the order of registration tells.
+    example: inputs as of a microbatch, to see where parameters are used; without, the order of registration decides.
     boundaries: the first block of each stage; without, stages are balanced by `cost`, which counts parameters,
     operations (needs an example), or what is given for each block; embedding and head count to the first and last.
     blocks: the path of the list of blocks, where it should not be found automatically. usage: the

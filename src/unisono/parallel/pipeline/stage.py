@@ -324,7 +324,7 @@ class Stage:
 
 
 class _Gate(nn.Module):
-    """Stands in a block's place while a stage runs; to the model it looks like the block."""
+    """Replaces a block while a stage runs; to the model it looks like the block."""
 
     def __init__(self, block: nn.Module, index: int, stage: Stage) -> None:
         super().__init__()

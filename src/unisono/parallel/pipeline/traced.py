@@ -82,19 +82,19 @@ class TracedStages(nn.Module):
             self.register_parameter(name, parameter)
         for name, buffer in model._buffers.items():
             self.register_buffer(name, buffer, name not in model._non_persistent_buffers_set)
-        self.cuts = _TracedSplits(model, starts, count)
+        self.splits = _TracedSplits(model, starts, count)
         self.traced_stages = nn.ModuleList(_StageOps(number) for number in range(count))
         self.train(model.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = kwargs or (args[0] if len(args) == 1 else args)
-        cut = self.cuts.of(given, self.training)
+        split = self.splits.of(given, self.training)
         leaves = tuple(leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor))
         values: tuple[torch.Tensor, ...] = ()
         for number, stage in enumerate(self.traced_stages):
-            held = _Held(self, cut.segments[number])
+            held = _Held(self, split.segments[number])
             values = stage(held, leaves, *values)
-        return pytree.tree_unflatten(list(values), cut.trace.output_spec)
+        return pytree.tree_unflatten(list(values), split.trace.output_spec)
 
 
 class _Held:
@@ -124,7 +124,7 @@ class _StageOps(nn.Module):
 
 
 def _device(given: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> torch.device:
-    """Where a stage computes: where what it is given lies, or, if it is given nothing, the model's inputs."""
+    """The device of a stage: that of what it is given, or, if it is given nothing, the model's inputs."""
     return next((tensor.device for tensor in (*given, *leaves)), torch.device("cpu"))
 
 
@@ -135,7 +135,7 @@ def _attribute(owner: nn.Module, name: str) -> torch.Tensor:
     return found
 
 
-# ---- cutting ---------------------------------------------------------------------------------------------------------
+# ---- splitting -------------------------------------------------------------------------------------------------------
 
 
 def _segments(traced: Trace, starts: Starts, count: int) -> tuple[TracedSegment, ...]:

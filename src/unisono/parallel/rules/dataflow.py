@@ -47,7 +47,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class ReshapeSize:
-    """A number that a reshape was called with, at a place counted from the end."""
+    """A number that a reshape was called with, at an index counted from the end."""
 
     origins: Origins
     value: int
@@ -152,7 +152,7 @@ class _Recorder(TorchFunctionMode):
             int, tuple[str, int]
         ] = {}  # of a layer's output: its name, the dim of features from the end
         self._made_of: dict[int, set[str]] = {}  # tensors that are made of parameters only
-        self._returned: dict[int, list[tuple[str, int]]] = defaultdict(list)  # by which modules, at which place
+        self._returned: dict[int, list[tuple[str, int]]] = defaultdict(list)  # by which modules, at which index
         self._kept: list[torch.Tensor] = []  # so that no other tensor takes their ids
         self._depth = 0  # of layers that are running
         self._slices: dict[str, set[int]] = defaultdict(set)  # bounds of slices of a layer's output
@@ -304,7 +304,7 @@ class _Recorder(TorchFunctionMode):
             self._layer_of[id(results[0])] = (layer, dim)
 
     def _follow_features(self, layer: str, before: torch.Tensor, dim: int, after: torch.Tensor) -> None:
-        """Of a tensor whose dims were reordered: where its features are, if their stride and length tell."""
+        """Of a tensor whose dims were reordered: where its features are, if their stride and length show it."""
         found = [
             position - after.dim()
             for position in range(after.dim())

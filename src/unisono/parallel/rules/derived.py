@@ -3,7 +3,7 @@
 Two patterns cover most blocks: layers up to a hidden width and one back down (an MLP, plain or gated), and an attention
 that counts its heads, with queries, keys and values in one layer or in three. Whether the module computes what its
 layers' shapes suggest is not guessed: each candidate is sharded among a few simulated ranks, in this process, and kept
-only if on random input they give what the whole module gives.
+only if on random input they give what the full module gives.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _HEADS = ("heads", "num_heads", "n_head", "n_heads", "num_attention_heads", "nhe
 _KEY_HEADS = ("kv_heads", "num_kv_heads", "n_kv_head", "n_kv_heads", "num_key_value_heads")
 
 
-def derived(model: nn.Module, ranks: int, cut: Any) -> dict[str, str]:
+def derived(model: nn.Module, ranks: int, shard: Any) -> dict[str, str]:
     """Rules for the model's repeated blocks; empty where none can be shown to hold.
 
-    cut(module, rules, comm) shares a module between the ranks of a communicator.
+    shard(module, rules, comm) shares a module between the ranks of a communicator.
     """
     blocks = _blocks(model)
     if blocks is None:
@@ -40,15 +40,15 @@ def derived(model: nn.Module, ranks: int, cut: Any) -> dict[str, str]:
     for number, block in enumerate(blocks.modules):
         kind = form(block)
         if kind not in proved:
-            proved[kind] = _proved(block, ranks, cut)
+            proved[kind] = _proved(block, ranks, shard)
         found |= {f"{blocks.name(number)}.{name}": text for name, text in proved[kind].items()}
     return found
 
 
-def _proved(block: nn.Module, ranks: int, cut: Any) -> dict[str, str]:
+def _proved(block: nn.Module, ranks: int, shard: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, module, rules in _candidates(block):
-        if _holds(module, rules, simulated_ranks(ranks), cut):
+        if _holds(module, rules, simulated_ranks(ranks), shard):
             found |= {f"{name}.{relative}".strip("."): text for relative, text in rules.items()}
     return found
 
@@ -103,7 +103,7 @@ def _attention(module: nn.Module, heads: str, layers: dict[str, tuple[int, int]]
 # ---- whether it holds ------------------------------------------------------------------------------------------------
 
 
-def _holds(module: nn.Module, rules: Rules, ranks: int, cut: Any) -> bool:
+def _holds(module: nn.Module, rules: Rules, ranks: int, shard: Any) -> bool:
     """Whether simulated ranks that share the module give what it gives alone."""
     layer = next(layer for layer in module.children() if is_linear(layer))
     real = realised_copy(module)
@@ -116,7 +116,7 @@ def _holds(module: nn.Module, rules: Rules, ranks: int, cut: Any) -> bool:
             expected = _first(full(x))
             if not isinstance(expected, torch.Tensor):
                 return False
-            outcomes = together(full, rules, ranks, lambda shared: _first(shared(x.clone())), cut)
+            outcomes = together(full, rules, ranks, lambda shared: _first(shared(x.clone())), shard)
     except Exception:  # a module that takes other arguments, or cannot be sharded this way: not derivable
         return False
     return all(outcome.shape == expected.shape and torch.allclose(outcome, expected) for outcome in outcomes)

@@ -509,7 +509,7 @@ def _names_in(code: Any) -> Iterator[str]:
 
 
 def compressed(rules: Rules, model: nn.Module) -> Rules:
-    """The same rules with a pattern for the numbered modules of a list, where that says the same."""
+    """The same rules with a pattern for the numbered modules of a list, where that means the same."""
     names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
     grouped: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, text in rules.items():

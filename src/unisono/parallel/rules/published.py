@@ -83,7 +83,7 @@ def _needed(
     module: nn.Module, ranks: int, rules: Rules, given: Any, shard: Shard, used: set[int] | None
 ) -> list[str] | None:
     """Parameters whose gradients must be summed; None where the rules do not hold. A module that does not even repeat
-    its own result (it writes to a cache that it is given) says nothing about its rules."""
+    its own result (it writes to a cache that it is given) proves nothing about its rules."""
     real = realised_copy(module)
     if real is None:
         return []

@@ -31,7 +31,7 @@ match the first counts. Values:
     mla_kv           an nn.Linear of latent attention whose output is the latent, for a layer sharded by columns, and
                      a key that all heads share, as wide as the attention's qk_rope_head_dim
     summed           parameters that are replicated, but whose gradients are computed in parts (norms of single heads)
-    whole            leave it alone. Rules that say nothing else are exceptions from what the model brings or shows.
+    whole            leave it replicated. Rules of nothing else are exceptions from what the model brings or shows.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _parts(pattern: str, text: str, detail: str) -> tuple[int, ...]:
 
 
 def only_exceptions(rules: Rules) -> bool:
-    """Whether the rules do no more than to keep modules whole: the others go by what the model brings."""
+    """Whether the rules do no more than to keep modules replicated: the others go by what the model brings."""
     return bool(rules) and all(text == "whole" for text in rules.values())
 
 
@@ -154,7 +154,7 @@ Styles = dict[str, Style]  # by the name of a module, or of a parameter
 
 
 def matched(model: nn.Module, rules: Rules, *, every: bool = True) -> Styles:
-    """What the rules say of each module. With `every`, a rule that matches nothing is an error."""
+    """The style that the rules give each module. With `every`, a rule that matches nothing is an error."""
     read = {pattern: Style.parse(pattern, text) for pattern, text in rules.items()}
     names = [name for name, _ in model.named_modules() if name]
     root = {"": read.pop("")} if "" in read else {}
@@ -195,7 +195,7 @@ def published(model: nn.Module) -> dict[str, str] | None:
     for pattern, style in plan.items():
         if style not in _PUBLISHED:
             raise UsageError(
-                f"{type(model).__name__}'s own tensor-parallel plan says {style!r} of {pattern}, which unisono does "
+                f"{type(model).__name__}'s own tensor-parallel plan has {style!r} for {pattern}, which unisono does "
                 "not know; pass rules"
             )
     return {pattern: _PUBLISHED[style] for pattern, style in plan.items()}

@@ -42,15 +42,17 @@ _ONE = {
 _TWO = {"mul", "add", "sub", "div"}  # of tensors: a number may have been read off a shape
 
 
-def searched_rules(model: nn.Module, ranks: int, example: tuple[Any, Any], cut: Callable[..., None]) -> dict[str, str]:
-    """Rules for so many ranks; empty where no layer can be sharded. cut(module, rules, comm) shares a model between the
-    ranks of a communicator."""
+def searched_rules(
+    model: nn.Module, ranks: int, example: tuple[Any, Any], shard: Callable[..., None]
+) -> dict[str, str]:
+    """Rules for so many ranks; empty where no layer can be sharded. shard(module, rules, comm) shares a model between
+    the ranks of a communicator."""
     found = trace(model, example)
     problem = _LayerProblem.of(found, Mesh.describe((ranks,), ("tp",)))
     rules = _rules(problem.assignment(_solved(problem)), model)
-    if rules and not _holds(model, rules, ranks, example[0], cut):
+    if rules and not _holds(model, rules, ranks, example[0], shard):
         rules = {name: "column_gather" for name, text in rules.items() if text.startswith("column")}
-        rules = rules if _holds(model, rules, ranks, example[0], cut) else {}
+        rules = rules if _holds(model, rules, ranks, example[0], shard) else {}
     return rules
 
 
@@ -144,13 +146,13 @@ def _gathered(assignment: Assignment) -> set[str]:
 
     broken: set[str] = set()
     for source, output, user, i in assignment.edges():
-        lies, wanted = assignment.layout(source, output)[0], assignment.wanted(user, i)[0]
+        given, wanted = assignment.layout(source, output)[0], assignment.wanted(user, i)[0]
         if source in assignment.trace.parameters:
             continue
-        if isinstance(lies, Shard) and lies == wanted:
+        if isinstance(given, Shard) and given == wanted:
             groups[root(source)] = root(user)
         else:
-            broken |= {name for name, index in ((source, lies), (user, wanted)) if isinstance(index, Shard)}
+            broken |= {name for name, index in ((source, given), (user, wanted)) if isinstance(index, Shard)}
     roots = {root(name) for name in broken}
     return {name for name in assignment.options if root(name) in roots}
 
@@ -158,7 +160,7 @@ def _gathered(assignment: Assignment) -> set[str]:
 # ---- whether it holds ------------------------------------------------------------------------------------------------
 
 
-def _holds(model: nn.Module, rules: dict[str, str], ranks: int, inputs: Any, cut: Callable[..., None]) -> bool:
+def _holds(model: nn.Module, rules: dict[str, str], ranks: int, inputs: Any, shard: Callable[..., None]) -> bool:
     """Whether simulated ranks give what the model gives alone; where that cannot be tried, it is taken to hold."""
     real = realised_copy(model) if sum(map(torch.numel, model.parameters())) <= _SMALL else None
     if real is None:
@@ -184,8 +186,8 @@ def _holds(model: nn.Module, rules: dict[str, str], ranks: int, inputs: Any, cut
                 expected = run(tried)
                 if tried is not full and not all(bool(leaf.isfinite().all()) for leaf in expected):
                     continue
-                outcomes = together(tried, rules, ranks, run, cut)
-        except Exception:  # whatever a model says to a size that is not its own
+                outcomes = together(tried, rules, ranks, run, shard)
+        except Exception:  # a model may refuse a size that is not its own
             return False
         if not all(
             len(got) == len(expected) and all(_is_close(a, b) for a, b in zip(got, expected, strict=True))

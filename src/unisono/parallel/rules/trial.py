@@ -52,7 +52,7 @@ class Trial:
 
     def needed_sums(self, rules: Rules) -> list[str] | None:
         """None where the rules do not hold for the module. Else the parameters of which every rank computes a part of
-        the gradient, and which have no rule that says so."""
+        the gradient, and which have no rule for it."""
         try:
             with constant_draws():
                 if self._expected is None:

@@ -147,7 +147,7 @@ class MarkedStages:
         if None in order or order != sorted(order, key=lambda start: start or 0):
             raise UsageError(
                 f"{self.axis}={self.count} needs as many stages in the order of the blocks ({', '.join(names)}), but "
-                f"the marks say {self.stage_of}; mark the first block of every stage but stage 0"
+                f"the marks give {self.stage_of}; mark the first block of every stage but stage 0"
             )
         return tuple(start for start in order if start is not None)
 
@@ -155,7 +155,7 @@ class MarkedStages:
 def stages_on(model: nn.Module, mesh: Mesh, inputs: Any) -> MarkedStages | None:
     """The stages that a model's marks make on a mesh, those in its forward too; None where none are marked."""
     marked = stages_for(model) | _stages_in_forward(model, inputs)
-    found = {name: _place(placement_spec, mesh) for name, placement_spec in marked.items()}
+    found = {name: _stage_of_mark(placement_spec, mesh) for name, placement_spec in marked.items()}
     axes = {axis for axis, _ in found.values()}
     if len(axes) > 1:
         raise UsageError(f"stages are marked along the axes {', '.join(sorted(axes))}; expected one")
@@ -177,7 +177,7 @@ def _stages_in_forward(model: nn.Module, inputs: Any) -> dict[str, PlacementSpec
     return recorder.stages
 
 
-def _place(placement_spec: PlacementSpec, mesh: Mesh) -> tuple[str, int]:
+def _stage_of_mark(placement_spec: PlacementSpec, mesh: Mesh) -> tuple[str, int]:
     for axis in mesh.names:
         for position in range(mesh.size(axis)):
             if mesh.size(axis) > 1 and placement_spec.mesh == mesh.at(**{axis: position}):
@@ -195,19 +195,19 @@ def _require_marks(traced: Trace, mesh: Mesh) -> None:
     marked = placements_of_marks(traced, mesh, traced.marks).values()
     for axis, name in enumerate(mesh.names):
         if name != "dp" and all(placements[axis] == REPLICATE for placements in marked):
-            raise UsageError(f"nothing is marked along {name}: cut a parameter or the inputs there, or call it dp")
+            raise UsageError(f"nothing is marked along {name}: shard a parameter or the inputs there, or call it dp")
 
 
 def _role(found: Assignment, axis: str) -> str:
     trace, position = found.trace, found.mesh.axis(axis)
-    cut = [name for node, name in trace.parameters.items() if found.layout(node)[position] != REPLICATE]
+    sharded = [name for node, name in trace.parameters.items() if found.layout(node)[position] != REPLICATE]
     fed = [node for node in trace.inputs if shard_dim(found.layout(node)[position]) == 0]
-    if cut and fed:
+    if sharded and fed:
         raise UsageError(
-            f"along {axis} both the inputs and {cut[0]} are sharded, which no plan does: mark one of them; to share "
-            "out parameters among data ranks pass zero=3; or make a program of the marks with uni.to_static"
+            f"along {axis} both the inputs and {sharded[0]} are sharded, which no plan does: mark one of them; to "
+            "share out parameters among data ranks pass zero=3; or make a program of the marks with uni.to_static"
         )
-    if cut:
+    if sharded:
         return "tp"
     if fed:
         return "dp"
@@ -230,7 +230,7 @@ def _rules(model: nn.Module, found: Assignment, axes: list[str]) -> dict[str, st
         if dim is None or kind == "bias":
             continue
         if kind != "weight" or not (is_linear(modules[layer]) or isinstance(modules[layer], nn.Embedding)):
-            raise UsageError(f"{name} is sharded, but a plan cuts linear layers and embeddings; use uni.to_static")
+            raise UsageError(f"{name} is sharded, but a plan shards linear layers and embeddings; use uni.to_static")
         rules[layer] = _rule(found, node, axis, dim, modules[layer])
     return rules
 

@@ -35,7 +35,7 @@ class StagedProgram:
         self.mesh = mesh
         self.training = True
         self._stages = stages
-        self._shown = staged.cuts.of(inputs, True)
+        self._shown = staged.splits.of(inputs, True)
 
     def __call__(self, batch: tuple[Any, Any]) -> torch.Tensor:
         """A step of training, or in evaluation mode the loss only, on a global batch; the loss, on every rank."""

@@ -77,7 +77,7 @@ def _with_local_sizes(
 
 
 def _size(text: str) -> tuple[int, int]:
-    """A size of a reshape, and its place counted from the end."""
+    """A size of a reshape, and its index counted from the end."""
     value, _, index = text.removeprefix("=").partition("@")
     return int(value), int(index)
 
@@ -179,10 +179,12 @@ def require_plain(name: str, attention: nn.MultiheadAttention, ranks: int) -> No
     if not is_plain(attention):
         raise UsageError(
             f"tp={ranks}: {name} is a {type(attention).__name__}, whose forward or parameters are not those of "
-            f'nn.MultiheadAttention, which tp would put in its place; keep it full with the rule {{"{name}": "whole"}}'
+            f'nn.MultiheadAttention, which tp would replace it with; keep it full with the rule {{"{name}": "whole"}}'
         )
     if attention.bias_k is not None or attention.add_zero_attn:
-        raise UsageError(f"{name} has add_bias_kv or add_zero_attn, which cannot be shared by ranks; leave it whole")
+        raise UsageError(
+            f"{name} has add_bias_kv or add_zero_attn, which cannot be shared by ranks; leave it replicated"
+        )
     require_shares(name, attention, ["num_heads"], ranks)
 
 
@@ -194,7 +196,7 @@ class ParallelMultiheadAttention(nn.Module):
     q_proj_weight: nn.Parameter
     k_proj_weight: nn.Parameter
     v_proj_weight: nn.Parameter
-    _qkv_same_embed_dim = False  # tells nn.TransformerEncoderLayer not to reach past `forward` for the weights
+    _qkv_same_embed_dim = False  # makes nn.TransformerEncoderLayer not reach past `forward` for the weights
 
     @classmethod
     def from_attention(
@@ -216,7 +218,7 @@ class ParallelMultiheadAttention(nn.Module):
             full_value = getattr(attention, name)
             lengths = [width] * 3 if name.startswith("in") else [width]
             split = packed(0, lengths, ranks)
-            layer.register_parameter(name, None if full_value is None else shards.cut(full_value, split))
+            layer.register_parameter(name, None if full_value is None else shards.shard(full_value, split))
         layer.out_proj = RowParallelLinear.from_linear(attention.out_proj, region, shards=shards)
         return layer.train(attention.training)
 
@@ -242,7 +244,7 @@ class ParallelMultiheadAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As nn.MultiheadAttention's."""
         if is_causal and attn_mask is None:
-            raise UsageError("is_causal says what attn_mask is, but attn_mask is not given; pass both")
+            raise UsageError("is_causal describes attn_mask, but attn_mask is not given; pass both")
         batched = query.dim() == 3
         q, k, v = (self._heads(x, which) for which, x in enumerate((query, key, value)))
         mask = self._mask(attn_mask, key_padding_mask, q, k)

@@ -64,7 +64,7 @@ def require_shardable(name: str, module: Any, style: Style, ranks: int) -> None:
     fits = is_channelwise(module) if style.kind == "channels" else is_convolution(module)
     if not fits or style.kind not in KINDS or len(style.parts) > 1 or style.dim:
         raise UsageError(
-            f"the rule for {name} says {style}, but it is {_described(module)}; expected column or row for a "
+            f"the rule for {name} is {style}, but it is {_described(module)}; expected column or row for a "
             "convolution of one group, channels for a depthwise convolution, a BatchNorm, InstanceNorm or GroupNorm, "
             "and a layer whose forward is torch's own"
         )
@@ -106,9 +106,9 @@ def shard(module: Any, style: Style, region: Region, shards: ParameterSharder) -
     by_rows = style.kind == "row"
     channels = _channels(module, style)
     if module.weight is not None:
-        module.weight = shards.cut(module.weight, packed(int(by_rows), [channels], ranks))
+        module.weight = shards.shard(module.weight, packed(int(by_rows), [channels], ranks))
     if module.bias is not None and not by_rows:
-        module.bias = shards.cut(module.bias, packed(0, [channels], ranks))
+        module.bias = shards.shard(module.bias, packed(0, [channels], ranks))
     if isinstance(module, nn.GroupNorm):
         module.num_channels //= ranks
         module.num_groups //= ranks

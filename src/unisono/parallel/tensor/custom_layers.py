@@ -57,7 +57,7 @@ Sharding = Mapping[str, int | str | None]  # of each tensor: the dim that is sha
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a layer is what its class in torch says, and no more."""
+    """Whether a layer is as its class in torch, unchanged."""
     is_transposed = type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
     is_known = type(module) in _PLAIN or is_transposed
     if not is_known or "forward" in vars(module) or weight_hooks(module):
@@ -115,17 +115,17 @@ def shard_in_place(
 ) -> None:
     """Leave the layer this rank's shards, and run its own forward between collectives."""
     rank, ranks = region.comm.rank, region.comm.size
-    cut = _Partition.of(module, style, ranks)
-    inputs = features(module)[0] if cut.kind != "vocab" else 0
-    attributes = cut.attributes(module, rank)
-    layer = _OwnForward(name, module, module.forward, style, region, cut, inputs)
+    partition = _Partition.of(module, style, ranks)
+    inputs = features(module)[0] if partition.kind != "vocab" else 0
+    attributes = partition.attributes(module, rank)
+    layer = _OwnForward(name, module, module.forward, style, region, partition, inputs)
     for key, where in sharding.items():
         owner, attribute = _owner(module, key)
         tensor: Any = getattr(owner, attribute)
         if not isinstance(tensor, nn.Parameter):
             layer.buffers |= {key: where} if isinstance(where, int) else {}
         elif isinstance(where, int):
-            setattr(owner, attribute, shards.cut(tensor, cut.along(where)))
+            setattr(owner, attribute, shards.shard(tensor, partition.along(where)))
         else:
             add_up(tensor, "tp")
             layer.zeroed += [key] if where == FIRST_RANK and rank else []
@@ -146,7 +146,7 @@ class _OwnForward:
     own: Callable[..., torch.Tensor]
     style: Style
     region: Region
-    cut: _Partition
+    partition: _Partition
     inputs: int
     zeroed: list[str] = field(default_factory=list)  # parameters that the first rank alone applies
     buffers: dict[str, int] = field(default_factory=dict)  # which stay full, and the dim that forward sees a shard of
@@ -159,7 +159,7 @@ class _OwnForward:
                 "arguments, but its own forward is sharded for one; "
                 f'keep it full with the rule {{"{self.name}": "whole"}}'
             )
-        match self.cut.kind:
+        match self.partition.kind:
             case "column":
                 return self._column(x)
             case "row":
@@ -169,18 +169,18 @@ class _OwnForward:
     def _column(self, x: torch.Tensor) -> torch.Tensor:
         y = self._own(self.region.enter(x))
         if self.style.kind == "column_gather":
-            return autograd_collectives.gather(y, -1, lengths_of(self.cut.split), self.region.comm)
-        totals = sorted({self.cut.size, *part_lengths(self.cut.size, self.cut.parts)})
-        self.region.locate_inside(totals, self.cut.split if len(self.cut.parts) > 1 else None)
+            return autograd_collectives.gather(y, -1, lengths_of(self.partition.split), self.region.comm)
+        totals = sorted({self.partition.size, *part_lengths(self.partition.size, self.partition.parts)})
+        self.region.locate_inside(totals, self.partition.split if len(self.partition.parts) > 1 else None)
         return y
 
     def _row(self, x: torch.Tensor) -> torch.Tensor:
         if self.style.kind == "row_split":
-            x = autograd_collectives.split(x, -1, lengths_of(self.cut.split), self.region.comm)
+            x = autograd_collectives.split(x, -1, lengths_of(self.partition.split), self.region.comm)
         return self.region.leave(self._own(x))
 
     def _vocab(self, tokens: torch.Tensor) -> torch.Tensor:
-        mine = _looked_up(self._own, tokens, self.cut.split.held[self.region.comm.rank])
+        mine = _looked_up(self._own, tokens, self.partition.split.held[self.region.comm.rank])
         return mine if is_off_stage(self.module) else autograd_collectives.reduce(mine, self.region.comm)
 
     def _own(self, x: torch.Tensor) -> torch.Tensor:
@@ -206,8 +206,8 @@ class _OwnForward:
                 held[attribute] = tensor
 
     def _shard(self, key: str, buffer: torch.Tensor) -> torch.Tensor:
-        places = self.cut.split.held[self.region.comm.rank]
-        return buffer.index_select(self.buffers[key], torch.as_tensor(list(places), device=buffer.device))
+        indices = self.partition.split.held[self.region.comm.rank]
+        return buffer.index_select(self.buffers[key], torch.as_tensor(list(indices), device=buffer.device))
 
 
 def _looked_up(own: Callable[..., torch.Tensor], tokens: torch.Tensor, held: Any) -> torch.Tensor:
@@ -241,7 +241,7 @@ def require_sharding(name: str, module: nn.Module, style: Style, ranks: int) -> 
 
 
 def _kind(module: nn.Module) -> Any:
-    """What tells layers apart whose forwards do the same; None where that is not known."""
+    """What distinguishes layers whose forwards do the same; None where that is not known."""
     kind: list[Any] = []
     for path, each in module.named_modules():
         for name, value in vars(each).items():
@@ -301,9 +301,9 @@ class _LayerTrial:
         rows = min(module.num_embeddings, max(_ROWS, ranks)) if isinstance(module, nn.Embedding) else None
         if isinstance(module, nn.Embedding) and (module.padding_idx or 0) >= (rows or 0):
             rows = module.num_embeddings
-        self.cut = _Partition.of(module, style, ranks, rows)
-        if any(not len(held) for held in self.cut.split.held):
-            self.refuse(f"it has fewer features than ranks ({self.cut.size})")
+        self.partition = _Partition.of(module, style, ranks, rows)
+        if any(not len(held) for held in self.partition.split.held):
+            self.refuse(f"it has fewer features than ranks ({self.partition.size})")
         if style.kind == "column_gather" and len(style.parts) > 1:
             self.refuse("a layer of several parts cannot be gathered")
         self.tensors = self._values(signed=True)
@@ -330,14 +330,14 @@ class _LayerTrial:
         for name, buffer in self.module.named_buffers():
             value = self._known(name, buffer)
             if self._shape(name, buffer) != buffer.shape:
-                value = value[: self.cut.size]
+                value = value[: self.partition.size]
             values[name] = value.double() if value.is_floating_point() else value.clone()
         return values
 
     def _shape(self, name: str, tensor: torch.Tensor) -> torch.Size:
         """An embedding is tried with fewer rows."""
-        if self.cut.kind == "vocab" and tensor.ndim and tensor.shape[0] == self.module.num_embeddings:
-            return torch.Size((self.cut.size, *tensor.shape[1:]))
+        if self.partition.kind == "vocab" and tensor.ndim and tensor.shape[0] == self.module.num_embeddings:
+            return torch.Size((self.partition.size, *tensor.shape[1:]))
         return tensor.shape
 
     def _known(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
@@ -351,8 +351,8 @@ class _LayerTrial:
 
     def _inputs(self) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1)
-        if self.cut.kind == "vocab":
-            return torch.randint(self.cut.size, (3, self.cut.size), generator=generator)
+        if self.partition.kind == "vocab":
+            return torch.randint(self.partition.size, (3, self.partition.size), generator=generator)
         width = features(self.module)[0]
         return torch.randn(2, 3, width, dtype=torch.float64, generator=generator, requires_grad=True)
 
@@ -360,7 +360,7 @@ class _LayerTrial:
 
     def _full(self) -> list[list[torch.Tensor | None]]:
         """Outputs and gradients in training and in evaluation."""
-        attributes = {"num_embeddings": self.cut.size} if self.cut.kind == "vocab" else {}
+        attributes = {"num_embeddings": self.partition.size} if self.partition.kind == "vocab" else {}
         try:
             found = [self._run_full(mode, attributes) for mode in (True, False)]
             if not all(_finite(outcome) for outcome in found):
@@ -416,11 +416,11 @@ class _LayerTrial:
             yield dict(zip(self.tensors, chosen, strict=True))
 
     def _options(self, name: str, tensor: torch.Tensor) -> list[int | str | None]:
-        dims: list[int | str | None] = [dim for dim, size in enumerate(tensor.shape) if size == self.cut.size]
-        natural = 0 if self.cut.kind != "row" else tensor.ndim - 1
+        dims: list[int | str | None] = [dim for dim, size in enumerate(tensor.shape) if size == self.partition.size]
+        natural = 0 if self.partition.kind != "row" else tensor.ndim - 1
         dims.sort(key=lambda dim: dim != natural)
         is_parameter = tensor.requires_grad
-        if self.cut.kind != "row" or not is_parameter:
+        if self.partition.kind != "row" or not is_parameter:
             return [*dims, None]
         return [FIRST_RANK, None, *dims] if tensor.ndim == 1 else [*dims, None, FIRST_RANK]
 
@@ -437,7 +437,7 @@ class _LayerTrial:
         return True
 
     def _run_rank(self, rank: int, sharding: Sharding, training: bool) -> torch.Tensor:
-        held = self.cut.split.held[rank]
+        held = self.partition.split.held[rank]
         indices = torch.as_tensor(list(held))
         tensors = {}
         for name, tensor in self.tensors.items():
@@ -446,18 +446,18 @@ class _LayerTrial:
                 tensors[name] = tensor.index_select(where, indices)
             else:
                 tensors[name] = tensor * (rank == 0) if where == FIRST_RANK else tensor
-        attributes = self.cut.attributes(self.module, rank)
-        if self.cut.kind == "vocab":
+        attributes = self.partition.attributes(self.module, rank)
+        if self.partition.kind == "vocab":
             return _looked_up(lambda x: self._call(tensors, attributes, training, x), self.inputs, held)
-        x = self.inputs.index_select(-1, indices) if self.cut.kind == "row" else self.inputs
+        x = self.inputs.index_select(-1, indices) if self.partition.kind == "row" else self.inputs
         return self._call(tensors, attributes, training, x)
 
     def _joined(self, outputs: list[torch.Tensor]) -> torch.Tensor:
-        if self.cut.kind != "column":
+        if self.partition.kind != "column":
             return torch.stack(outputs).sum(0)
-        if [output.shape[-1] for output in outputs] != lengths_of(self.cut.split):
+        if [output.shape[-1] for output in outputs] != lengths_of(self.partition.split):
             raise ValueError("a rank gives another number of features than it holds")
-        order = torch.tensor([position for held in self.cut.split.held for position in held])
+        order = torch.tensor([position for held in self.partition.split.held for position in held])
         return torch.cat(outputs, -1).index_select(-1, order.argsort())
 
 

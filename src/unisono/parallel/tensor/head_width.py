@@ -1,9 +1,9 @@
-"""Heads are shared out between tp's ranks whole. A model that counts its heads itself, and takes what is left for their
-width, cuts through every head instead: `x.view(batch, tokens, self.heads, -1)` fits half the columns as well, and each
+"""Each head is on one of tp's ranks, unsplit. A model that counts its heads itself, and takes what is left for their
+width, splits every head instead: `x.view(batch, tokens, self.heads, -1)` fits half the columns as well, and each
 rank then computes attention of the wrong kind, in the right shape. So the first step compares: what attentions sum over
 must be as wide as in the full model, which is run without values on the same inputs.
 
-That run also tells the full shape of every call for random numbers, and with it along which dim ranks share them.
+That run also gives the full shape of every call for random numbers, and with it along which dim ranks share them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from unisono.parallel.meta.meta_tensors import meta_copy, to_meta
 from unisono.parallel.meta.shapes import KnownShapes
 from unisono.torch_compat import MODULE_CALL
 
-# torch's own: when it is called, others may have put a function of theirs in its place.
+# torch's own: when it is called, others may have replaced it.
 _ATTENTION = F.scaled_dot_product_attention
 _PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 
@@ -47,7 +47,7 @@ class HeadWidth:
 
     @contextlib.contextmanager
     def required(self, inputs: Any) -> Iterator[None]:
-        """In the block the model runs on these inputs, cut; UsageError where an attention is of another width."""
+        """In the block the model runs on these inputs, sharded; UsageError where an attention is of another width."""
         in_attention, in_products = self._full_widths(inputs)
         if in_attention:
             with _Widths(self._require(in_attention), _ignored):
@@ -99,8 +99,8 @@ class HeadWidth:
         def require(width: int) -> None:
             if width not in allowed:
                 raise UsageError(
-                    f"tp={self._ranks}: {_caller()} computes attention over {width} features of a head; in the whole "
-                    f"model it is {' or '.join(map(str, sorted(allowed)))}. tp has cut through heads, as the module "
+                    f"tp={self._ranks}: {_caller()} computes attention over {width} features of a head; in the full "
+                    f"model it is {' or '.join(map(str, sorted(allowed)))}. tp has split heads, as the module "
                     'counts them itself; give it a rule "heads:NAME", NAME being the attribute that counts them, or '
                     "write the head's width in its view, and -1 for the number of heads"
                 )

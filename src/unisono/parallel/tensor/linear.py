@@ -118,7 +118,7 @@ class ColumnParallelLinear(_ParallelLinear):
     ) -> None:
         super().__init__()
         full = _full(in_features, out_features, bias, init, bias_init, dtype, device)
-        self._cut(full, Region(comm or worlds.world()), gather_output)
+        self._take_shard(full, Region(comm or worlds.world()), gather_output)
 
     @classmethod
     def from_linear(
@@ -137,10 +137,10 @@ class ColumnParallelLinear(_ParallelLinear):
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer.is_inside = is_inside
-        layer._cut(linear, _region(comm), gather_output, parts, shards)
+        layer._take_shard(linear, _region(comm), gather_output, parts, shards)
         return layer
 
-    def _cut(
+    def _take_shard(
         self,
         linear: nn.Module,
         region: Region,
@@ -159,14 +159,14 @@ class ColumnParallelLinear(_ParallelLinear):
         self.lengths = lengths_of(split)
         self.totals = sorted({self.out_features, *part_lengths(self.out_features, parts)})
         self.packed = split if len(parts) > 1 else None
-        self.weight = shards.cut(linear.weight, split)  # type: ignore[arg-type]
+        self.weight = shards.shard(linear.weight, split)  # type: ignore[arg-type]
         full_bias: Any = linear.bias
         bias_split = packed(0, part_lengths(self.out_features, parts), region.comm.size)
-        self.register_parameter("bias", None if full_bias is None else shards.cut(full_bias, bias_split))
+        self.register_parameter("bias", None if full_bias is None else shards.shard(full_bias, bias_split))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x if self.is_inside else self.region.enter(x)
-        self._require_width(x, self.in_features, "the whole of the input features")
+        self._require_width(x, self.in_features, "all of the input features")
         weight = self.weight.t() if self.transposed else self.weight
         can_wait = self.is_inside or self.region.has_just_entered(x, self)
         y = deferred.linear(x, weight, self.bias) if can_wait else F.linear(x, weight, self.bias)
@@ -200,7 +200,7 @@ class RowParallelLinear(_ParallelLinear):
     ) -> None:
         super().__init__()
         full = _full(in_features, out_features, bias, init, bias_init, dtype, device)
-        self._cut(full, Region(comm or worlds.world()), input_is_parallel)
+        self._take_shard(full, Region(comm or worlds.world()), input_is_parallel)
 
     @classmethod
     def from_linear(
@@ -217,10 +217,10 @@ class RowParallelLinear(_ParallelLinear):
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer.is_inside = is_inside
-        layer._cut(linear, _region(comm), input_is_parallel, shards)
+        layer._take_shard(linear, _region(comm), input_is_parallel, shards)
         return layer
 
-    def _cut(
+    def _take_shard(
         self, linear: nn.Module, region: Region, input_is_parallel: bool, shards: ParameterSharder | None = None
     ) -> None:
         self._take(linear, region)
@@ -228,7 +228,7 @@ class RowParallelLinear(_ParallelLinear):
         shards = shards or ParameterSharder(region.comm.rank, region.comm.size)
         split = packed(int(not self.transposed), (self.in_features,), region.comm.size)
         self.lengths = lengths_of(split)
-        self.weight = shards.cut(linear.weight, split)  # type: ignore[arg-type]
+        self.weight = shards.shard(linear.weight, split)  # type: ignore[arg-type]
         self.register_parameter("bias", linear.bias)  # type: ignore[arg-type]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -236,7 +236,7 @@ class RowParallelLinear(_ParallelLinear):
         if self.input_is_parallel:
             self._require_width(x, self.lengths[comm.rank], "this rank's shard of the input features")
         else:
-            self._require_width(x, self.in_features, "the whole of the input features")
+            self._require_width(x, self.in_features, "all of the input features")
             x = autograd_collectives.split(x, -1, self.lengths, comm)
         if self.is_inside:
             y = autograd_collectives.reduce(self._linear(x, None), comm)

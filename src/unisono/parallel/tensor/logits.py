@@ -133,7 +133,7 @@ def _taken(
     if func is torch.Tensor.register_hook:
         return True, func(shard, *args, **kwargs)  # full logits, gathered for the hook, would get no gradient
     if func is torch.Tensor.data_ptr:
-        raise UsageError("a shard of the logits was asked for its address, as if it were the whole")
+        raise UsageError("a shard of the logits was asked for its address, as if it were the full tensor")
     if func is torch.Tensor.size:
         return True, shape[args[0]] if args else shape
     if func in (torch.Tensor.numel, torch.numel):
@@ -142,8 +142,8 @@ def _taken(
         return True, func(raw, *args, **kwargs)
     if func is F.cross_entropy:
         return _cross_entropy(shard, raw, *args, **kwargs)
-    cut = _reshaped(func, raw, shape, args, kwargs)
-    return cut is not None, cut if cut is None else _shard(cut, shard.comm, shard.lengths)
+    reshaped = _reshaped(func, raw, shape, args, kwargs)
+    return reshaped is not None, reshaped if reshaped is None else _shard(reshaped, shard.comm, shard.lengths)
 
 
 def _cross_entropy(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from unisono.errors import UsageError
-from unisono.parallel.layout import Layout, Split, lay, layout_of
+from unisono.parallel.layout import Layout, Split, layout_of, set_layout
 
 TP = ("tp",)
 
@@ -38,25 +38,25 @@ def lengths_of(split: Split) -> list[int]:
 
 
 class ParameterSharder:
-    """Shards parameters for one rank. A parameter that is used in several places is sharded once, and stays one."""
+    """Shards parameters for one rank. A parameter that is used several times is sharded once, and stays one."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank = rank
         self.ranks = ranks
         self.made: dict[nn.Parameter, tuple[Split, nn.Parameter]] = {}
 
-    def cut(self, full: nn.Parameter, split: Split) -> nn.Parameter:
+    def shard(self, full: nn.Parameter, split: Split) -> nn.Parameter:
         if full in self.made:
             before, shard = self.made[full]
             if before != split:
                 raise UsageError(
-                    f"a parameter of shape {tuple(full.shape)} is shared by layers whose rules cut it differently "
+                    f"a parameter of shape {tuple(full.shape)} is shared by layers whose rules shard it differently "
                     f"(along dim {before.dim} and dim {split.dim}); give them rules that agree"
                 )
             return shard
         indices = torch.as_tensor(list(split.held[self.rank]), dtype=torch.long, device=full.device)
         shard = nn.Parameter(full.detach().index_select(split.dim, indices), requires_grad=full.requires_grad)
-        lay(shard, layout_of(full).cut(split))
+        set_layout(shard, layout_of(full).with_split(split))
         self.made[full] = (split, shard)
         return shard
 
@@ -65,4 +65,4 @@ def add_up(parameter: torch.Tensor, axis: str) -> None:
     """Say that ranks along `axis` each compute a part of this parameter's gradient."""
     layout = layout_of(parameter)
     if axis not in layout.summed:
-        lay(parameter, Layout(layout.splits, (*layout.summed, axis)))
+        set_layout(parameter, Layout(layout.splits, (*layout.summed, axis)))

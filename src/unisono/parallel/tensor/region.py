@@ -2,7 +2,7 @@
 
 It begins with layers sharded by columns and ends with a layer sharded by rows. Outside, activations are the same on all
 ranks (or, under sequence parallelism, sharded along the sequence: see `sequence`); a Region knows how they come in and
-go out. It also tells the random numbers where the forward pass is: a dropout inside draws this rank's part of the
+go out. It also gives the random state where the forward pass is: a dropout inside draws this rank's part of the
 features.
 """
 

@@ -29,7 +29,7 @@ def sharded_dims(model: nn.Module, styles: Styles) -> dict[str, ShardedDim]:
     for name, style in styles.items():
         module = modules.get(name)
         if module is not None:
-            dims |= {id(parameter): cut for parameter, cut in _of_module(module, style)}
+            dims |= {id(parameter): dim for parameter, dim in _of_module(module, style)}
         elif style.kind == "channels":
             dims[id(model.get_parameter(name))] = ShardedDim(style.dim)
         elif style.kind in ("column", "row"):  # expert weights: (experts, outputs, inputs)

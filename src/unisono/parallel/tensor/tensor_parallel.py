@@ -67,7 +67,7 @@ def tensor_parallelize(model: nn.Module, mesh: Mesh, rules: Rules | None = None,
         user_hooks.require_no_hooks_in_blocks(parallel.blocks.path, model)
     region_of = parallel.region_of if parallel else lambda name: plain
     user_hooks.guard_hooks(model, styles, region_of)
-    _cut(model, styles, comm, region_of)
+    _shard_model(model, styles, comm, region_of)
     if parallel is not None:
         parallel.install()
     return model
@@ -139,7 +139,7 @@ def _derived(model: nn.Module, ranks: int) -> Rules:
 
 
 def shows_by_running(model: nn.Module) -> bool:
-    """Whether only what its modules do with numbers tells how they can be sharded."""
+    """Whether only what its modules do with values shows how they can be sharded."""
     return not _brought(model)
 
 
@@ -200,7 +200,7 @@ def _sharded_alone(module: nn.Module, rules: Rules, comm: Any) -> None:
     styles = matched(module, rules)
     _require_sound(module, styles, comm.size)
     region = Region(comm)
-    _cut(module, styles, comm, lambda name: region)
+    _shard_model(module, styles, comm, lambda name: region)
 
 
 def _find_attentions(model: nn.Module, styles: Styles) -> None:
@@ -229,7 +229,7 @@ def _follow_ties(model: nn.Module, styles: Styles, *, explicit: bool) -> None:
                 continue
             if explicit:
                 raise UsageError(
-                    f"{name} and {other} share one weight, but the rules cut {name} only; "
+                    f"{name} and {other} share one weight, but the rules shard {name} only; "
                     f"add {other!r}: {'vocab' if _is_embedding(module) else 'column_gather'!r}"
                 )
             if is_full:
@@ -261,7 +261,7 @@ def _require_sound(model: nn.Module, styles: Styles, ranks: int) -> None:
             _require(is_linear(module), name, style, module, "an nn.Linear")
             part_lengths(features(module)[1], style.parts)
             if _rowwise(style) and len(style.parts) > 1:
-                raise UsageError(f"the rule for {name} says {style}, which is for expert weights; expected row")
+                raise UsageError(f"the rule for {name} is {style}, which is for expert weights; expected row")
             _require_full_heads(name, modules[name.rpartition(".")[0]], module, style, ranks)
             _require_kept(name, module, style, ranks)
         elif style.kind == "vocab":
@@ -280,7 +280,7 @@ def _require_sound(model: nn.Module, styles: Styles, ranks: int) -> None:
 
 def _require(right: bool, name: str, style: Style, module: nn.Module, expected: str) -> None:
     if not right:
-        raise UsageError(f"the rule for {name} says {style}, but it is a {type(module).__name__}; expected {expected}")
+        raise UsageError(f"the rule for {name} is {style}, but it is a {type(module).__name__}; expected {expected}")
 
 
 def _require_kept(name: str, module: nn.Module, style: Style, ranks: int) -> None:
@@ -289,7 +289,7 @@ def _require_kept(name: str, module: nn.Module, style: Style, ranks: int) -> Non
         return
     user_hooks.require_hooks_kept(name, module, style)
     if style.kind in INSIDE and not custom_layers.is_plain(module):
-        raise UsageError(f"the rule for {name} says {style}, but its forward is not torch's own; expected an nn.Linear")
+        raise UsageError(f"the rule for {name} is {style}, but its forward is not torch's own; expected an nn.Linear")
     if not custom_layers.is_plain(module):
         custom_layers.require_sharding(name, module, style, ranks)
 
@@ -299,7 +299,7 @@ def _require_shardable_parameter(name: str, weight: torch.Tensor, style: Style, 
         return
     if style.kind not in ("column", "row", "summed") or (style.kind != "summed" and weight.dim() != 3):
         raise UsageError(
-            f"the rule for {name} says {style}, but it is a parameter of shape {tuple(weight.shape)}; "
+            f"the rule for {name} is {style}, but it is a parameter of shape {tuple(weight.shape)}; "
             "expected column or row for expert weights (experts, outputs, inputs), channels for a dim that tp divides, "
             "summed, or a rule for its module"
         )
@@ -319,10 +319,10 @@ def _require_full_heads(name: str, parent: nn.Module, linear: nn.Module, style: 
             )
 
 
-# ---- the cut -----------------------------------------------------------------------------------------------------
+# ---- sharding ----------------------------------------------------------------------------------------------------
 
 
-def _cut(model: nn.Module, styles: Styles, comm: Communicator, region_of: Regions) -> None:
+def _shard_model(model: nn.Module, styles: Styles, comm: Communicator, region_of: Regions) -> None:
     shards = ParameterSharder(comm.rank, comm.size)
     modules = dict(model.named_modules(remove_duplicate=False))
     heads = heads_of(model, styles, modules)
@@ -358,18 +358,14 @@ def _cut(model: nn.Module, styles: Styles, comm: Communicator, region_of: Region
 
 
 def heads_of(model: nn.Module, styles: Styles, modules: dict[str, nn.Module]) -> set[nn.Module]:
-    """The layers that make logits: those whose rule or model (Hugging Face) says so, or that share their weight with an
-    embedding."""
-    said = getattr(model, "get_output_embeddings", lambda: None)()
+    """The layers that make logits: those that a rule or the model (Hugging Face) names, or that share their weight with
+    an embedding."""
+    declared = getattr(model, "get_output_embeddings", lambda: None)()
     tied = {id(module.weight) for module in modules.values() if isinstance(module, nn.Embedding)}
     gathered = [modules[name] for name, style in styles.items() if style == Style("column_gather")]
-    said_by_rule = [modules[name] for name, style in styles.items() if style.kind == "logits"]
-    said_otherwise = [head for head in gathered if head is said or id(head.weight) in tied]
-    return {
-        head
-        for head in (*said_by_rule, *said_otherwise)
-        if custom_layers.is_plain(head) and not user_hooks.has_hooks(head)
-    }
+    by_rule = [modules[name] for name, style in styles.items() if style.kind == "logits"]
+    by_model = [head for head in gathered if head is declared or id(head.weight) in tied]
+    return {head for head in (*by_rule, *by_model) if custom_layers.is_plain(head) and not user_hooks.has_hooks(head)}
 
 
 def _sharded(name: str, module: nn.Module, style: Style, region: Region, shards: ParameterSharder) -> nn.Module:
@@ -422,7 +418,7 @@ def _parallel_layer(module: nn.Module, style: Style, region: Region, shards: Par
 
 
 def _replacement(module: nn.Module, style: Style, region: Region, shards: ParameterSharder) -> nn.Module | None:
-    """The module that takes another's place; None where the module itself is changed."""
+    """The module that replaces another; None where the module itself is changed."""
     match style.kind:
         case "heads" if isinstance(module, nn.MultiheadAttention):
             return ParallelMultiheadAttention.from_attention(module, region, shards)
@@ -447,13 +443,13 @@ def _shard_parameter(name: str, modules: dict[str, nn.Module], style: Style, sha
         add_up(full, "tp")
         return
     if style.kind == "channels":
-        piece = shards.cut(full, packed(style.dim, [full.shape[style.dim]], shards.ranks))
-        setattr(piece, READ_BY_PARENT, True)
-        setattr(owner, parameter_name, piece)
+        shard = shards.shard(full, packed(style.dim, [full.shape[style.dim]], shards.ranks))
+        setattr(shard, READ_BY_PARENT, True)
+        setattr(owner, parameter_name, shard)
         return
     dim = 1 if style.kind == "column" else 2
     split = packed(dim, part_lengths(full.shape[dim], style.parts), shards.ranks)
-    setattr(owner, parameter_name, shards.cut(full, split))
+    setattr(owner, parameter_name, shards.shard(full, split))
 
 
 def _sum_experts(module: nn.Module, region: Region) -> None:

@@ -1,6 +1,6 @@
 """Hooks that a user has registered on modules, under tensor parallelism.
 
-A hook is written for full tensors. On a layer that tp shards it keeps its place, and is given what one device would
+A hook is written for full tensors. On a layer that tp shards it stays registered, and is given what one device would
 give it: shards are gathered for the hook, and what it returns (or has changed in place) is sharded again. Both are
 autograd operations, so a hook may also keep a tensor for the loss. Backward hooks are kept where a layer's input and
 output are full, and refused elsewhere.
@@ -82,7 +82,7 @@ def require_no_hooks_in_blocks(path: str, model: nn.Module) -> None:
 
 
 def carry_hooks(module: nn.Module, layer: nn.Module) -> None:
-    """Let the layer that takes a module's place have its hooks; handles of the hooks stay valid."""
+    """Let the layer that replaces a module have its hooks; handles of the hooks stay valid."""
     for name in _DICTIONARIES:
         theirs, ours = getattr(module, name), getattr(layer, name)
         if theirs and isinstance(theirs, dict):

@@ -49,7 +49,7 @@ class VocabParallelEmbedding(nn.Module):
         if init is not None:
             with torch.no_grad():
                 init(full.weight)
-        self._cut(full, comm or worlds.world())
+        self._take_shard(full, comm or worlds.world())
 
     @classmethod
     def from_embedding(
@@ -58,10 +58,10 @@ class VocabParallelEmbedding(nn.Module):
         """The same embedding, sharded. Layers that share parameters are given the same `shards`."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer._cut(embedding, comm or worlds.world(), shards)
+        layer._take_shard(embedding, comm or worlds.world(), shards)
         return layer
 
-    def _cut(self, embedding: nn.Embedding, comm: Communicator, shards: ParameterSharder | None = None) -> None:
+    def _take_shard(self, embedding: nn.Embedding, comm: Communicator, shards: ParameterSharder | None = None) -> None:
         require_plain(embedding)
         self.comm = comm
         self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
@@ -69,7 +69,7 @@ class VocabParallelEmbedding(nn.Module):
         held = split.held[comm.rank]
         self.first, self.last = (held[0], held[-1]) if held else (0, -1)
         self.padding_idx = embedding.padding_idx
-        self.weight = (shards or ParameterSharder(comm.rank, comm.size)).cut(embedding.weight, split)  # type: ignore[arg-type]
+        self.weight = (shards or ParameterSharder(comm.rank, comm.size)).shard(embedding.weight, split)  # type: ignore[arg-type]
         self.train(embedding.training)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,7 @@ def require_plain(embedding: nn.Embedding) -> None:
     if option:
         raise UsageError(
             f"an nn.Embedding with {option} cannot be shared by ranks; leave {option.partition('=')[0]} out, or leave "
-            "the embedding whole"
+            "the embedding replicated"
         )
 
 
@@ -130,7 +130,7 @@ def vocab_parallel_cross_entropy(
 
     Unlike there, classes are along the last dim also where there are more than two. The result is the same on all
     ranks of `comm` (by default the world). `vocabulary` is the number of all classes; where it is not given, the ranks
-    tell each other how many they have.
+    exchange how many they have.
     """
     if reduction not in ("mean", "sum", "none"):
         raise UsageError(f"vocab_parallel_cross_entropy(reduction={reduction!r}): expected mean, sum or none")

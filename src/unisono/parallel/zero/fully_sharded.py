@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.data.bucket import buckets_of
-from unisono.parallel.layout import lay
+from unisono.parallel.layout import set_layout
 from unisono.parallel.zero.shards import ShardBucket, ZeroShard
 from unisono.parallel.zero.units import Units
 from unisono.parallel.zero.zero import ShardedOptimizer
@@ -52,8 +52,8 @@ class FullyShardedOptimizer(ShardedOptimizer):
         local = shard.own(shard.parameter.data).clone()
         if self._needs_copy(shard.parameter):
             shard.optimized = self._copy(shard.parameter, local)
-        lay(shard.optimized, shard.layout)
-        self._units.cut(shard, local)
+        set_layout(shard.optimized, shard.layout)
+        self._units.keep_shard(shard, local)
 
     @property
     def units(self) -> Units:

@@ -64,7 +64,7 @@ class ZeroShard:
         self.shape = parameter.shape
         layout = layout_of(parameter)
         self.full_layout = layout
-        self.layout: Layout = layout.cut(Split(axes, 0, held)) if self.shape else layout
+        self.layout: Layout = layout.with_split(Split(axes, 0, held)) if self.shape else layout
         self.optimized = parameter  # what the optimizer sees: this rank's shard, perhaps in another precision
         self.earlier: torch.Tensor | None = None  # the gradient before the backward that is under way
 

@@ -9,7 +9,7 @@ and again for its backward, whose gradients are then sent off:
 Units are the children of the model's outermost lists (nn.Sequential, and nn.ModuleList of one class) that are called as
 modules; what is not in one, or in several, belongs to the root, which works as long as the full model does.
 
-In a pipeline units are the rank's own blocks. The model never runs as a whole there, so what is outside the blocks is
+In a pipeline units are the rank's own blocks. The full model never runs there, so what is outside the blocks is
 gathered while a stage that uses it is `at_work` on a microbatch.
 
 Note: ranks that take different ways. Gathering is collective, but a rank whose samples all leave a branch out never
@@ -41,7 +41,7 @@ from unisono.comm.handle import Handle
 from unisono.errors import UsageError
 from unisono.parallel.blocks import is_container
 from unisono.parallel.checks.value_reads import is_ours, reads_values
-from unisono.parallel.layout import lay
+from unisono.parallel.layout import set_layout
 from unisono.parallel.zero.shards import ShardBucket, ZeroShard
 from unisono.torch_compat import at_end_of_backward, no_torch_function, no_torch_function_subclass
 
@@ -70,7 +70,7 @@ class Unit:
         self.buckets.append(bucket)
         return True
 
-    def cut(self, shard: ZeroShard, local: torch.Tensor) -> None:
+    def keep_shard(self, shard: ZeroShard, local: torch.Tensor) -> None:
         """From now on the parameter is this rank's shard."""
         parameter = shard.parameter
         full = torch.empty_like(parameter.data)
@@ -78,7 +78,7 @@ class Unit:
         self._full[shard.name] = full
         self._local[shard.name] = local
         parameter.data = local
-        lay(parameter, shard.layout)
+        set_layout(parameter, shard.layout)
 
     def refresh(self, shard: ZeroShard) -> None:
         """Take over what the optimizer has made of this rank's shard, where it works on a copy of it."""
@@ -175,12 +175,14 @@ class Units:
         self._is_running = False
         self._is_pipeline = users is not None
         self._model, self._comm = model, comm
-        self._turns_in: dict[tuple[bool, bool], UnitOrder] = {}  # of training or evaluation, with or without gradients
-        self._turns = self._turns_now()
+        self._unit_order_in: dict[
+            tuple[bool, bool], UnitOrder
+        ] = {}  # of training or evaluation, with or without gradients
+        self._unit_order = self._unit_order_now()
 
-    def _turns_now(self) -> UnitOrder:
+    def _unit_order_now(self) -> UnitOrder:
         mode = (self._model.training, torch.is_grad_enabled())
-        return self._turns_in.setdefault(mode, UnitOrder(self._comm))
+        return self._unit_order_in.setdefault(mode, UnitOrder(self._comm))
 
     @property
     def _order(self) -> list[Unit]:
@@ -189,8 +191,8 @@ class Units:
     def __iter__(self) -> Iterator[Unit]:
         return iter(self._units)
 
-    def cut(self, shard: ZeroShard, local: torch.Tensor) -> None:
-        self._home[shard.name].cut(shard, local)
+    def keep_shard(self, shard: ZeroShard, local: torch.Tensor) -> None:
+        self._home[shard.name].keep_shard(shard, local)
 
     @torch.no_grad()
     def refresh(self, shards: Iterable[ZeroShard]) -> None:
@@ -223,13 +225,13 @@ class Units:
             if root not in elsewhere:
                 root.is_in_backward = is_backward
                 root.gather()
-        self._turns = self._turns_now()
-        self._turns.is_backward = is_backward
+        self._unit_order = self._unit_order_now()
+        self._unit_order.is_backward = is_backward
         self._start_first(-1 if is_backward else 1)
-        with self._turns.watched():
+        with self._unit_order.watched():
             yield
         self._end_of_backward()
-        self._take_turn(None)
+        self._gather_in_order(None)
         for root in elsewhere:
             root.fill()
         self._stage = None
@@ -239,9 +241,9 @@ class Units:
     def _before_forward(self, unit: Unit) -> Any:
         def hook(*_: Any) -> None:
             if unit in self.roots and not unit.is_in_backward:
-                self._turns = self._turns_now()
-                self._turns.start_watching()
-            self._take_turn(unit)
+                self._unit_order = self._unit_order_now()
+                self._unit_order.start_watching()
+            self._gather_in_order(unit)
             unit.gather()
             if not unit.is_in_backward:
                 self._ahead(unit, 1)
@@ -256,32 +258,32 @@ class Units:
                 others = {id(each) for leaf in given for each in (leaf, leaf._base)}  # of another unit, handed on
             for leaf in tree_leaves(outputs):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad and id(leaf) not in others:
-                    on_gradient(leaf, self._before_backward(unit, self._turns), others)
+                    on_gradient(leaf, self._before_backward(unit, self._unit_order), others)
             if unit.is_in_backward:  # a recomputation: the backward that follows needs the parameters
                 return outputs
             unit.free()
             if unit in self.roots:
-                self._take_turn(None)
-                self._turns.stop_watching()
+                self._gather_in_order(None)
+                self._unit_order.stop_watching()
                 for other in self._units:
                     other.free()
                 if not torch.is_grad_enabled():
-                    self._turns.settle()
+                    self._unit_order.settle()
             return outputs
 
         return hook
 
-    def _take_turn(self, unit: Unit | None) -> None:
+    def _gather_in_order(self, unit: Unit | None) -> None:
         """Gather what other ranks need before this unit, or before the end of the pass."""
-        if not self._turns.are_announced or (unit is not None and (unit.is_full or unit in self.roots)):
+        if not self._unit_order.are_announced or (unit is not None and (unit.is_full or unit in self.roots)):
             return
         mine = len(self._units) if unit is None else self._units.index(unit)
-        while (first := self._turns.first(mine)) != mine:
+        while (first := self._unit_order.first(mine)) != mine:
             other = self._units[first]
             was_full = other.is_full
             other.free()
             other.gather()
-            if self._turns.is_backward:
+            if self._unit_order.is_backward:
                 for bucket in other.buckets:
                     self._send(bucket)
             if not was_full:
@@ -289,10 +291,10 @@ class Units:
 
     def settle(self) -> None:
         """The end of a step."""
-        self._turns.settle()
+        self._unit_order.settle()
 
     def _start_first(self, direction: int) -> None:
-        if self._turns.are_announced:
+        if self._unit_order.are_announced:
             return
         for first in self._order[:1] if direction > 0 else self._order[-1:]:
             first.start_gather()
@@ -302,7 +304,7 @@ class Units:
         if unit in self.roots:
             self._start_first(direction)
         elif unit in self._order:
-            if self._turns.are_announced:
+            if self._unit_order.are_announced:
                 return
             position = self._order.index(unit) + direction
             for other in self._order[max(position, 0) : position + 1]:
@@ -312,13 +314,13 @@ class Units:
 
     # ---- backward ------------------------------------------------------------------------------------------------
 
-    def _before_backward(self, unit: Unit, turns: UnitOrder) -> Any:
+    def _before_backward(self, unit: Unit, order: UnitOrder) -> Any:
         def hook(_gradient: torch.Tensor) -> None:
             refuse_create_graph()
             if not self._is_running:
                 self._is_running = True
-                self._turns = turns
-                self._turns.is_backward = True
+                self._unit_order = order
+                self._unit_order.is_backward = True
                 at_end_of_backward(self._after_backward)
             if unit.is_in_backward:
                 return
@@ -327,7 +329,7 @@ class Units:
                 for other in self._units:
                     if other.is_in_backward and other not in self.roots:
                         self._done(other)
-            self._take_turn(unit)
+            self._gather_in_order(unit)
             unit.is_in_backward = True
             unit.put_gradients_aside()
             unit.gather()
@@ -361,8 +363,8 @@ class Units:
             if unit.is_in_backward and unit not in self.roots:
                 self._done(unit)
         if is_running and not self._is_pipeline:
-            self._take_turn(None)
-            self._turns.is_backward = False
+            self._gather_in_order(None)
+            self._unit_order.is_backward = False
         for root in self.roots:
             if root.is_in_backward:
                 self._done(root)

@@ -39,7 +39,7 @@ from unisono.mesh.mesh import Mesh
 from unisono.parallel.checks.optimizer_scope import OptimizerScope, require_full_parameters
 from unisono.parallel.data.bucket import BUCKET_BYTES, Spare, buckets_of, summed_axes
 from unisono.parallel.data.reducer import Reducer
-from unisono.parallel.layout import lay, layout_of
+from unisono.parallel.layout import layout_of, set_layout
 from unisono.parallel.precision import HALVES
 from unisono.parallel.zero.shards import ShardBucket, ZeroShard, assigned_evenly, assigned_in_full
 from unisono.parallel.zero.units import Units
@@ -148,7 +148,7 @@ class ShardedOptimizer(Reducer[ShardBucket]):
             shard.optimized = self._copy(shard.parameter, local)
         else:
             shard.optimized = nn.Parameter(local)  # a view: what the optimizer writes is in the parameter
-        lay(shard.optimized, shard.layout)
+        set_layout(shard.optimized, shard.layout)
 
     def _needs_copy(self, parameter: nn.Parameter) -> bool:
         return parameter.dtype in HALVES or (self._offload and parameter.device.type != "cpu")
@@ -157,7 +157,7 @@ class ShardedOptimizer(Reducer[ShardBucket]):
         """What the optimizer has of a parameter that is half, or on a device with little memory."""
         dtype = torch.float32 if parameter.dtype in HALVES else parameter.dtype
         copy = nn.Parameter(local.to("cpu" if self._offload else parameter.device, dtype, copy=True))
-        lay(copy, layout_of(parameter))
+        set_layout(copy, layout_of(parameter))
         return copy
 
     def _hand_over(self) -> None:
@@ -171,7 +171,7 @@ class ShardedOptimizer(Reducer[ShardBucket]):
             if id(parameter) in mine:
                 shard = mine[id(parameter)]
                 state = self.optimizer.state.pop(parameter)
-                self.optimizer.state[shard.optimized] = {key: _cut(value, shard) for key, value in state.items()}
+                self.optimizer.state[shard.optimized] = {key: _shard_of(value, shard) for key, value in state.items()}
 
     @property
     def units(self) -> Units | None:
@@ -281,7 +281,7 @@ class ShardedOptimizer(Reducer[ShardBucket]):
             self.alone[name].copy_(copy)
 
     def optimized(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What the optimizer sees, by name: shards, and parameters that have no replicas. Layouts tell their
+        """What the optimizer sees, by name: shards, and parameters that have no replicas. Layouts give their
         placements."""
         for name, shard in self.shards.items():
             yield name, shard.optimized
@@ -300,7 +300,7 @@ def _require_parameters_of(model: nn.Module, optimizer: Optimizer) -> None:
     for index, value in _beside_state(optimizer):
         if value.numel() > 1 and value.shape in shapes and id(value) not in names:
             raise UsageError(
-                f"{type(optimizer).__name__} keeps a tensor of a parameter's shape in {index}, where ZeRO cannot cut "
+                f"{type(optimizer).__name__} keeps a tensor of a parameter's shape in {index}, where ZeRO cannot shard "
                 "it with the parameter; keep it in its state, as self.state[parameter]['...'], or use zero=0"
             )
 
@@ -313,8 +313,8 @@ def _beside_state(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((index, leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
-def _cut(value: Any, shard: ZeroShard) -> Any:
-    """Optimizer state of the parameter's shape is placed as the parameter is."""
+def _shard_of(value: Any, shard: ZeroShard) -> Any:
+    """Optimizer state of the parameter's shape is sharded as the parameter is."""
     if isinstance(value, torch.Tensor) and value.shape == shard.shape:
         return shard.own(value).to(shard.optimized.device, shard.optimized.dtype, copy=True)
     return value

@@ -20,7 +20,7 @@ from torch import nn
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.layout import Layout, layout_of
-from unisono.parallel.optimizer_state import whole_shape
+from unisono.parallel.optimizer_state import full_shape
 from unisono.parallel.trainer import Trainer
 from unisono.train.checkpoint.chunks import Chunk, held_chunks, whole_chunk, writes_metadata, written_chunks
 
@@ -59,7 +59,7 @@ def shapes_here(trainer: Trainer) -> Shapes:
     """Full shapes and dtypes of the parameters and buffers on this rank."""
     tensors = named_tensors(trainer)
     own = {**dict(trainer.model.named_parameters()), **dict(trainer.model.named_buffers())}
-    return {name: (tuple(whole_shape(tensors[name])), dtype_name(own[name].dtype)) for name in own}
+    return {name: (tuple(full_shape(tensors[name])), dtype_name(own[name].dtype)) for name in own}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -124,7 +124,7 @@ class _InventoryCollector:
     def _add_sharded(self, entry: str, tensor: torch.Tensor, name: str, parameter: torch.Tensor) -> None:
         layout: Layout = layout_of(parameter)
         if name not in self._chunks:
-            shape = tuple(whole_shape(parameter))
+            shape = tuple(full_shape(parameter))
             self._chunks[name] = shape, held_chunks(shape, layout, self.mesh)
         shape, held = self._chunks[name]
         written: list[Chunk] = []

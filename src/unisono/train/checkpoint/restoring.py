@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from unisono.errors import CheckpointError
 from unisono.parallel.layout import layout_of
-from unisono.parallel.optimizer_state import whole_shape
+from unisono.parallel.optimizer_state import full_shape
 from unisono.parallel.trainer import Trainer
 from unisono.parallel.zero.zero import ShardedOptimizer
 from unisono.train.checkpoint.chunk_files import IndexReader
@@ -104,7 +104,7 @@ class Restoration:
 
     def _add_sharded(self, entry: str, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
         if id(parameter) not in self._chunks:
-            shape = tuple(whole_shape(parameter))
+            shape = tuple(full_shape(parameter))
             held = held_chunks(shape, layout_of(parameter), self.trainer.mesh)
             self._chunks[id(parameter)] = parameter, shape, held
         _, shape, held = self._chunks[id(parameter)]

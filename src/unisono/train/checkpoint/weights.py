@@ -23,7 +23,7 @@ from torch import nn
 
 from unisono.errors import CheckpointError, UsageError
 from unisono.parallel.layout import layout_of
-from unisono.parallel.optimizer_state import whole_shape
+from unisono.parallel.optimizer_state import full_shape
 from unisono.parallel.trainer import Trainer
 from unisono.parallel.zero.zero import ShardedOptimizer
 from unisono.train.checkpoint.checkpoints import Checkpoints
@@ -144,7 +144,7 @@ def import_weights(
 
 
 def _sharded(name: str, tensor: torch.Tensor, trainer: Trainer) -> Entry:
-    shape = tuple(whole_shape(tensor))
+    shape = tuple(full_shape(tensor))
     return Entry(name, tensor.detach(), shape, held_chunks(shape, layout_of(tensor), trainer.mesh), [])
 
 
