@@ -306,7 +306,7 @@ def test_marks_that_contradict_or_do_not_fit() -> None:
         uni.mark(model, "weight", None, [R, R])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"placements 3 on .*expected a list of 2"):
         uni.shard_op(torch.matmul, MESH, inputs=[3, None])  # type: ignore[list-item]
-    with pytest.raises(UsageError, match=r"shard\(matmul\) says nothing"):
+    with pytest.raises(UsageError, match=r"shard\(matmul\) has no strategy"):
         uni.shard(torch.matmul, in_strategy=(None, None))
     with pytest.raises(UsageError, match=r"mark\(3, 'weight'\): expected an nn.Module"):
         uni.mark(3, "weight", MESH, [R, R])  # type: ignore[arg-type]

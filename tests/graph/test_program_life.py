@@ -218,7 +218,7 @@ def test_what_is_refused(pools: Pools) -> None:
     assert "expected one of propagate" in search
     assert "float32" in dtype
     assert "expected (inputs, targets)" in no_pair
-    assert "Adafactor looks at parameters as a whole, but" in optimizer
+    assert "Adafactor uses a parameter as one tensor, but" in optimizer
 
 
 @pytest.mark.parametrize(

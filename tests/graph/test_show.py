@@ -40,8 +40,8 @@ def test_the_quickstart_is_as_published(quickstart: Lowered) -> None:
     assert lines[start].endswith("strategy ((2,4),(4,1))")
     assert lines[start + 1] == "f32[8,8] f32[8,16] -> f32[8,16]   [S0,S1] [R,S0] -> [S0,P]"
     assert lines[start + 2] == "# quickstart.py:30"
-    assert lines[start + 4] == "forward: reduce_scatter over mp (0,1,2,3): (8,16) -> (8,4), sum, cuts dim 1, 384 B"
-    assert lines[start + 5] == "backward: all_gather over mp (0,1,2,3): (8,4) -> (8,16), joins dim 1, 384 B"
+    assert lines[start + 4] == "forward: reduce_scatter over mp (0,1,2,3): (8,16) -> (8,4), sum, shards dim 1, 384 B"
+    assert lines[start + 5] == "backward: all_gather over mp (0,1,2,3): (8,4) -> (8,16), gathers dim 1, 384 B"
     assert lines[start + 6] == "relu = relu(matmul_moved)   strategy ((2,4))"
     assert lines[start + 7] == "f32[8,4] -> f32[8,4]   [S0,S1] -> [S0,S1]"
     assert lines[start + 9].endswith("strategy ((2,4),(4,1))")

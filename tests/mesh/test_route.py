@@ -25,7 +25,7 @@ def kinds(mesh: tuple[int, ...], source: tuple[Placement, ...], target: tuple[Pl
         ((P, P), (R, R), ["all_reduce"]),
         ((P, P), (S0, S1), ["reduce_scatter", "reduce_scatter"]),
         # Cutting before the talk makes the talk smaller.
-        ((P, R), (R, S0), ["cut", "all_reduce"]),
+        ((P, R), (R, S0), ["slice", "all_reduce"]),
         ((S0, P), (R, S1), ["reduce_scatter", "all_gather"]),
     ],
 )
@@ -48,7 +48,7 @@ def test_axes_in_each_others_way_step_aside() -> None:
 
 
 def test_small_tensors_prefer_fewer_steps() -> None:
-    assert [step.kind for step in find_route((8, 8), 4, (2, 2), (S0, S0), (R, S0))] == ["all_gather", "cut"]
+    assert [step.kind for step in find_route((8, 8), 4, (2, 2), (S0, S0), (R, S0))] == ["all_gather", "slice"]
 
 
 def test_four_axes() -> None:

@@ -191,7 +191,7 @@ def test_stages_that_are_marked_in_the_forward() -> None:
     staged = TracedStages(net, {"enter": 0, "head": 1}, 2)
     torch.testing.assert_close(staged(inputs), net(inputs))  # and without ranks it is the model
     assert [len(segment.ops) for segment in staged.splits.of(inputs, True).segments][1] == 1
-    with pytest.raises(UsageError, match="says nothing of inputs or outputs"):
+    with pytest.raises(UsageError, match="has no placements of inputs or outputs"):
         uni.shard_op(torch.matmul, mesh)
 
 

@@ -151,7 +151,7 @@ def test_what_is_cut_is_refused_to_those_that_look_at_more() -> None:
             require_full_parameters(make(model.parameters()), make, model, is_sharded=True)
     set_layout(model.weight, Layout((Split.even(("tp",), 0, 8, 2),)))
     for make in (torch.optim.Adafactor, Lars):
-        with pytest.raises(UsageError, match="as a whole, but weight is sharded by tp or ep"):
+        with pytest.raises(UsageError, match="as one tensor, but weight is sharded by tp or ep"):
             require_full_parameters(make(model.parameters()), make, model, is_sharded=False)
     with pytest.raises(UsageError, match="all parameters at once, but weight is sharded"):
         require_full_parameters(torch.optim.LBFGS(model.parameters()), torch.optim.LBFGS, model, is_sharded=False)

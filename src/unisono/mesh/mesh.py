@@ -92,7 +92,7 @@ class Mesh:
         return len(self.names)
 
     def size(self, *names: str) -> int:
-        """How many ranks are along these axes together; with no name, in the whole mesh."""
+        """How many ranks are along these axes together; with no name, in the full mesh."""
         return math.prod(self.shape[self.axis(name)] for name in names or self.names)
 
     def axis(self, name: str) -> int:
@@ -192,7 +192,7 @@ class Mesh:
     # ---- the groups ----------------------------------------------------------------------------------------------
 
     def comm(self, *names: str) -> Communicator:
-        """The communicator of the ranks along these axes (with no name: of the whole mesh).
+        """The communicator of the ranks along these axes (with no name: of the full mesh).
 
         Its ranks are ordered as in the world; along a single axis that is the order of the axis. The group is made
         at the first call, in which all its ranks must take part.

@@ -69,7 +69,7 @@ def _normal(placement: Placement, ndim: int) -> Placement:
 
 
 def chunk_sizes(length: int, count: int) -> list[int]:
-    """How torch.chunk cuts a length, with empty shards at the end where it would return fewer."""
+    """How torch.chunk splits a length, with empty shards at the end where it would return fewer."""
     full = -(-length // count)
     return [max(0, min(full, length - full * index)) for index in range(count)]
 

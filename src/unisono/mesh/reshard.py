@@ -38,7 +38,7 @@ _NEUTRAL = {"sum": 0, "product": 1}  # with others, every rank keeps the value: 
 
 
 def shard_tensor(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> DTensor:
-    """A full tensor, the same on every rank, laid out on the mesh. Each rank keeps a copy of its part: no
+    """A full tensor, the same on every rank, sharded over the mesh. Each rank keeps a copy of its part: no
     communication.
 
     Of a parameter or another leaf it makes a new leaf (an nn.Parameter of an nn.Parameter); through any other tensor
@@ -53,10 +53,10 @@ def shard_tensor(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placemen
     for axis, placement in enumerate(placements):
         if isinstance(placement, Partial):
             local = _assign(local, placement, mesh.coordinate()[axis])
-    laid: Any = _on_mesh(local, mesh, placements, tensor.shape)
+    sharded: Any = _on_mesh(local, mesh, placements, tensor.shape)
     if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(laid, requires_grad=tensor.requires_grad)  # type: ignore[return-value]
-    return laid.requires_grad_(tensor.requires_grad)
+        return torch.nn.Parameter(sharded, requires_grad=tensor.requires_grad)  # type: ignore[return-value]
+    return sharded.requires_grad_(tensor.requires_grad)
 
 
 def reshard(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> DTensor:
@@ -182,7 +182,7 @@ class _Exchange:
 
     mesh: Mesh
     step: RouteStep
-    me: int  # this rank's place in the group of the step's axes
+    me: int  # this rank's index in the group of the step's axes
     lengths: dict[int, list[int]]  # for each dim of the step, the lengths of all members' shards in the group's order
 
     @classmethod
@@ -285,13 +285,13 @@ def _slice(local: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
     return local.split(exchange.lengths[dim], dim)[exchange.me].clone(memory_format=torch.contiguous_format)
 
 
-def _spread(local: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
+def _pad(local: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
     dim = exchange.joined
     shape = list(local.shape)
     shape[dim] = sum(exchange.lengths[dim])
-    spread = local.new_zeros(shape)
-    spread.narrow(dim, sum(exchange.lengths[dim][: exchange.me]), local.shape[dim]).copy_(local)
-    return spread
+    padded = local.new_zeros(shape)
+    padded.narrow(dim, sum(exchange.lengths[dim][: exchange.me]), local.shape[dim]).copy_(local)
+    return padded
 
 
 def _assign(local: torch.Tensor, placement: Placement, index: int) -> torch.Tensor:
@@ -305,7 +305,7 @@ _STEPS: dict[str, Callable[[torch.Tensor, _Exchange], torch.Tensor]] = {
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
-    "cut": _slice,
-    "spread": _spread,
+    "slice": _slice,
+    "pad": _pad,
     "assign": lambda local, exchange: _assign(local, exchange.step.after, exchange.me),
 }

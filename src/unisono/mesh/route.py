@@ -8,8 +8,8 @@ can serve them together, and costs what a rank receives:
     all_reduce      Partial   -> Replicate   2 N (n - 1) / n
     reduce_scatter  Partial   -> Shard(d)    N (n - 1) / n
     all_to_all      Shard(d)  -> Shard(e)    N (n - 1) / n
-    cut             Replicate -> Shard(d)    nothing
-    spread          Shard(d)  -> Partial     nothing: each rank's shard, in zeros
+    slice           Replicate -> Shard(d)    nothing
+    pad             Shard(d) -> Partial     nothing: each rank's shard, in zeros
     assign          Replicate -> Partial     nothing: one rank keeps the value
 
 The cheapest route is a shortest path over states (Dijkstra's). Where several axes shard one dim, the shards of a later
@@ -79,7 +79,8 @@ class _Change(NamedTuple):
 
 
 class _Search:
-    """Dijkstra's, over placements as numbers: thousands of routes are weighed to place a model's tensors."""
+    """Dijkstra's, over placements as numbers: thousands of routes are compared to assign placements to a model's
+    tensors."""
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class _Search:
         while frontier:
             cost, _, state, route = heapq.heappop(frontier)
             if state == self.target:
-                return self._told(route)
+                return self._steps_of(route)
             if state in settled:
                 continue
             settled.add(state)
@@ -132,7 +133,7 @@ class _Search:
                     heapq.heappush(frontier, (cost + spent, next(ticket), reached, (*route, change)))
         raise AssertionError(f"no route from {self.source} to {self.target}")  # all can be gathered, then sharded
 
-    def _told(self, route: tuple[_Change, ...]) -> tuple[RouteStep, ...]:
+    def _steps_of(self, route: tuple[_Change, ...]) -> tuple[RouteStep, ...]:
         steps, state = [], self.source
         for change in route:
             before, after = self._placement(state[change.axes[0]]), self._placement(change.after)
@@ -157,10 +158,10 @@ class _Search:
                     if dim != before:
                         yield _Change("all_to_all", axes, dim, shared)
                 if len(axes) == 1 and wanted < _WHOLE and is_partial(self._placement(wanted), "sum"):
-                    yield _Change("spread", axes, wanted, 0.0)
+                    yield _Change("pad", axes, wanted, 0.0)
             elif len(axes) == 1:
                 for dim in self._free_dims(state, axes):
-                    yield _Change("cut", axes, dim, 0.0)
+                    yield _Change("slice", axes, dim, 0.0)
                 if wanted < _WHOLE:
                     yield _Change("assign", axes, wanted, 0.0)
 

@@ -242,8 +242,8 @@ def _restore_class(cls: type, before: dict[str, Any]) -> None:
 
 
 def _members(kind: Any, value: Any) -> list[Any]:
-    """Of a dict, keys and values in turn. By the methods of the base class: a subclass may import things, say, when it
-    is asked for its values."""
+    """Of a dict, keys and values alternately. By the methods of the base class: a subclass may import things, for
+    example, when it is asked for its values."""
     if issubclass(kind, dict):
         return [each for item in kind.items(value) for each in item]
     return list(kind.__iter__(value))

@@ -55,10 +55,10 @@ class Attributes:
                 MARKER(leaf.detach(), -1)
 
     def _now(self, name: str) -> Any:
-        holder, last = self._place(name)
+        holder, last = self._owner_of(name)
         return holder.get(last, _NOTHING)
 
-    def _place(self, name: str) -> tuple[dict[str, Any], str]:
+    def _owner_of(self, name: str) -> tuple[dict[str, Any], str]:
         path, _, last = name.rpartition(".")
         return self._modules[path].__dict__, last
 
@@ -68,13 +68,13 @@ class Attributes:
         kept = {name: self._now(name) for name in names}
         self._put = {name: fake(self.changed[name]) for name in names}
         for name, value in self._put.items():
-            _set(*self._place(name), _copied(value))
+            _set(*self._owner_of(name), _copied(value))
         try:
             yield
         finally:
             self._put = {}
             for name, value in kept.items():
-                _set(*self._place(name), value)
+                _set(*self._owner_of(name), value)
 
     def put_back(self) -> None:
         """Takes away the attributes that a traced run has made."""
@@ -96,7 +96,7 @@ def _plain(module: nn.Module) -> dict[str, Any]:
 
 
 def _copied(value: Any, tensor: Callable[[torch.Tensor], Any] = lambda kept: kept) -> Any:
-    """A copy of its collections, and of their tensors what is said."""
+    """A copy of its collections, and of their tensors what `tensor` gives."""
 
     def leaf(kept: Any) -> Any:
         if isinstance(kept, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Capturing a model's ops with torch.export, and saying in the user's words why it cannot be done."""
+"""Capturing a model's ops with torch.export, and errors for users where it cannot be done."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _why(error: Exception) -> str:
         return f"the model cannot be traced{at}: it takes the values of a tensor out of torch. {_SAME_OPS}"
     return (
         f"the model cannot be traced{at}: {type(error).__name__}: {reason}. If it fails so on a batch too, fix that; "
-        f"a branch, a loop or a shape that depends on the values of tensors has no place in a graph. {_WITHOUT}"
+        f"a branch, a loop or a shape that depends on the values of tensors cannot be in a graph. {_WITHOUT}"
     )
 
 
@@ -66,7 +66,7 @@ def _construct(line: str) -> str:
 
 
 def _require_sizes(graph: fx.Graph) -> None:
-    """Tensors whose sizes only the values of others tell (x[x > 0], nonzero, unique) have none in a graph."""
+    """Tensors whose sizes depend on the values of others (x[x > 0], nonzero, unique) have none in a graph."""
     for node in graph.nodes:
         for tensor in tensors_of(node.meta.get("val")):
             if any(isinstance(size, torch.SymInt) for size in tensor.shape):
@@ -95,5 +95,5 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger in loud:
             logger.disabled = False
-        told = held.getvalue()
-        sys.stderr.write(told.replace(dumped, "") if dumped.strip() else told)
+        printed = held.getvalue()
+        sys.stderr.write(printed.replace(dumped, "") if dumped.strip() else printed)

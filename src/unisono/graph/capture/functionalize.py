@@ -28,7 +28,7 @@ def clean(
     module: fx.GraphModule, notes: Sequence[PendingMark] = (), number: Callable[[fx.Graph], None] = lambda graph: None
 ) -> tuple[fx.Graph, list[Mark]]:
     """The module's graph with regions inlined, assertions gone, and changes in place made new values; and the marks
-    that were in it, of which `notes` says what their numbers mean. number: is given the graph while it still has the
+    that were in it, of which `notes` gives what their numbers mean. number: is given the graph while it still has the
     ops that nothing depends on."""
     graph = module.graph
     _recount_users(graph)
@@ -82,12 +82,12 @@ def _inline_regions(module: fx.GraphModule) -> None:
 
 
 def _inline(graph: fx.Graph, node: fx.Node, body: fx.GraphModule, args: Any, no_grad: bool) -> None:
-    """Puts a region's ops in its place; those of no_grad say so in their meta, and their results are detached."""
-    places = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), args, strict=True))
+    """Replaces a region by its ops; those of no_grad are marked in their meta, and their results are detached."""
+    arguments = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), args, strict=True))
     for inner in body.graph.nodes if no_grad else ():
         inner.meta["no_grad"] = True
     with graph.inserting_before(node):
-        results = graph.graph_copy(body.graph, places)
+        results = graph.graph_copy(body.graph, arguments)
         values = [_detached(graph, value) if no_grad else value for value in _as_list(results)]
     for user in list(node.users):
         assert user.target is operator.getitem
@@ -137,7 +137,7 @@ _VIEWS_THAT_SCATTER: dict[Any, Any] = {
 
 
 def _make_functional(graph: fx.Graph) -> None:
-    """x.add_(y) becomes a new value that later ops use in x's place; through a slice, the slice is put back first."""
+    """x.add_(y) becomes a new value that later ops use instead of x; through a slice, the slice is put back first."""
     position = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -154,7 +154,7 @@ def _make_functional(graph: fx.Graph) -> None:
 
 
 def _refuse_gradient_past(node: fx.Node, changed: fx.Node) -> None:
-    """Under no_grad autograd does not see a change, and a gradient goes past it; a graph has no place for that."""
+    """Under no_grad autograd does not see a change, and a gradient goes past it; a graph cannot represent that."""
     if changed.op == "call_function" and _has_gradient(changed):
         raise UsageError(
             f"{node.target} at {line_of(node)} changes, in place and under no_grad, a tensor that has gradients; "

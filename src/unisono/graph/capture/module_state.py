@@ -1,6 +1,6 @@
 """State that a model keeps in plain attributes: what a run changes there, and the next one depends on.
 
-A second run tells, in which attributes are as the first has left them: whether its ops differ. A value that is made
+A second run, in which attributes are as the first has left them, shows whether its ops differ. A value that is made
 once, of nothing that a batch or training changes (a table of angles), is no state: whoever makes it, it is the same.
 """
 

@@ -1,4 +1,4 @@
-"""What a trace says about one op."""
+"""One op of a trace."""
 
 from __future__ import annotations
 

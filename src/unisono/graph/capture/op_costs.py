@@ -1,4 +1,4 @@
-"""What each op costs: the graph is run once on tensors without data, while autograd says what it keeps."""
+"""What each op costs: the graph is run once on tensors without data, while autograd's hooks record what it keeps."""
 
 from __future__ import annotations
 

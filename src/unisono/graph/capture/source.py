@@ -38,7 +38,7 @@ def path_of(node: fx.Node, drop: str = "") -> str:
 
 
 def failing_line(trail: TracebackType | None) -> tuple[str, str]:
-    """Of a traceback, the innermost line outside torch and unisono: where it is and what it says."""
+    """Of a traceback, the innermost line outside torch and unisono: where it is and its text."""
     frames = [frame for frame in traceback.extract_tb(trail) if not is_of_a_library(frame.filename)]
     if not frames:
         return "", ""

@@ -72,7 +72,7 @@ class Trace:
     )  # placeholders that stand for a part of their parameter
     marks: tuple[Mark, ...] = ()  # placements that the user wants
     assigned: dict[str, str] = field(default_factory=dict)  # buffers that the forward replaced, and at which line
-    lost: tuple[str, ...] = ()  # what the model does that its ops do not tell (see unsupported.py)
+    lost: tuple[str, ...] = ()  # what the model does that its ops do not show (see unsupported.py)
 
     @property
     def placeholders(self) -> tuple[str, ...]:
@@ -114,7 +114,7 @@ def trace(
     Inputs are a tensor, a tuple, or a dict of keyword arguments, as in uni.Task. Only shapes and dtypes of the example
     count. Sizes are fixed by it. UsageError where the model cannot be traced, with the line that is in the way.
     unpacked: fused projections are taken apart (see `unpack`), so that each of their parts can be sharded by itself;
-    their parameters then have a placeholder a part, and `packed_slices` says which part it is. marked: whether marks
+    their parameters then have a placeholder a part, and `packed_slices` gives which part it is. marked: whether marks
     that the model makes as it runs count, so that one that would not is an error.
     """
     inputs, targets = _checked(example)
@@ -165,7 +165,7 @@ def _is_tensor(leaf: Any) -> bool:
 
 
 def _lost_draws(rng_use: RngUse, step: ModelWithLoss, given: Any) -> list[str]:
-    """Where the model draws from other generators than torch's; a second run tells the lines."""
+    """Where the model draws from other generators than torch's; a second run finds the lines."""
     if not rng_use.was_used:
         return []
     with recording(step.model, binding=False), rng_use.watched() as lines, contextlib.suppress(UsageError):
@@ -215,7 +215,7 @@ def _device(tensor: torch.Tensor) -> torch.device:
 
 
 def _swap(model: nn.Module, fake: Callable[[Any], Any]) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Puts fakes in the places of a model's tensors; what was there, with its place, to put it back."""
+    """Replaces a model's tensors by fakes; what was there, with its owner, to put it back."""
     original: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for module in model.modules():
         plain = {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
@@ -331,16 +331,16 @@ def _renamed(
 
 def _number_draws(graph: fx.Graph, model: nn.Module) -> None:
     """Which random numbers an op draws: its module's name, and how often that module has drawn before (see
-    RandomState, which names the calls of a running model so: one that stands in several places by the first)."""
+    RandomState, which names the calls of a running model so: one that is used several times by the first)."""
     first = {module: name for name, module in model.named_modules()}
     names = {name: first[module] for name, module in model.named_modules(remove_duplicate=False)}
-    turns: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
     for node in graph.nodes:
         if node.op == "call_function" and draws(node):
             path = path_of(node, "model")
             path = names.get(path, path)
-            node.meta["draw"] = (path, turns[path])
-            turns[path] += 1
+            node.meta["draw"] = (path, calls[path])
+            calls[path] += 1
 
 
 def _tied(model: nn.Module) -> dict[str, str]:

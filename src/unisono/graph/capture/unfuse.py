@@ -129,7 +129,7 @@ def _origin(node: fx.Node, dim: int) -> tuple[int, list[fx.Node], fx.Node]:
 
 
 def _ending(product: fx.Node) -> tuple[list[int], Callable[[int, fx.Node], None]] | None:
-    """Forward from a product to where it comes apart: the parts' lengths, and what puts a new part in its place."""
+    """Forward from a product to where it comes apart: the parts' lengths, and what replaces it by a new part."""
     chain: list[fx.Node] = []
     node = product
     parts: int | None = None  # the dim that counts parts, once a view has made it
@@ -250,7 +250,7 @@ def _product(graph: fx.Graph, packed: _Packed, weight: fx.Node, bias: fx.Node | 
 
 
 def _replace_part(end: fx.Node, chain: list[fx.Node], count: int | None, k: int, made: fx.Node) -> None:
-    """Leads a part through what the whole went through (without the dim of `count` parts), to those that take it."""
+    """Leads a part through the ops of the product (without the dim of `count` parts), to those that take it."""
     parts: int | None = None
     with end.graph.inserting_before(end):
         for link in chain:

@@ -1,4 +1,4 @@
-"""What a model does that a graph of its ops does not tell, so that a program would lose it silently: gradients of
+"""What a model does that a graph of its ops does not show, so that a program would lose it silently: gradients of
 its own making (here), state that it keeps elsewhere than in buffers (attributes.py), and draws that are not torch's
 (rng_use.py)."""
 

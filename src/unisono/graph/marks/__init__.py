@@ -1,4 +1,4 @@
-"""Marks: what the user says about how tensors and ops are placed on a mesh.
+"""Marks: the user's placements of tensors and ops on a mesh.
 
 api         mark, shard_tensor and their kin
 spec        the placement that a mark asks for, and for which node

@@ -71,7 +71,7 @@ def _require_read(module: nn.Module, args: Any) -> None:
                 warnings.warn(
                     f"{_unread[parameter]}: {name} of {type(module).__name__} is marked, but nothing has acted on the "
                     "mark, so this call computes with all of it on every rank; train with what uni.apply_marks or "
-                    "uni.to_static gives, or put what uni.shard_tensor returned in its place",
+                    "uni.to_static gives, or replace it by what uni.shard_tensor returned",
                     RuntimeWarning,
                     stacklevel=4,
                 )

@@ -15,7 +15,7 @@ class MarkRecorder:
     """The notes of one trace, by their number in the graph's marker ops."""
 
     def __init__(self, model: nn.Module, binding: bool = True) -> None:
-        """binding: whether marks count; where not, they say nothing."""
+        """binding: whether marks count; where not, they are ignored."""
         self.binding = binding
         self.notes: list[PendingMark] = []
         self.placement_specs: dict[str, PlacementSpec] = {}  # for parameters, made while the model ran

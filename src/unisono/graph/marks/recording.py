@@ -15,7 +15,7 @@ from unisono.graph.marks.sharded import Sharded, require_none_dropped
 
 @contextlib.contextmanager
 def recording(model: nn.Module, binding: bool = True) -> Iterator[MarkRecorder]:
-    """Marks made in the block go into the graph; UsageError where some would not count. Not binding: they say nothing,
+    """Marks made in the block go into the graph; UsageError where some would not count. Not binding: they are ignored,
     as where placements are those of another trace."""
     require_none_dropped()
     with MarkRecorder(model, binding) as recording:

@@ -34,7 +34,7 @@ def require_none_dropped() -> None:
     if dropped:
         raise UsageError(
             f"{'; '.join(dropped)}: what uni.shard or uni.shard_op returned was thrown away and never called, so the "
-            "mark would not count; keep it and call it in the function's place"
+            "mark would not count; keep it and call it instead of the function"
         )
 
 
@@ -146,7 +146,7 @@ def shard(
     given = _strategies("in_strategy", in_strategy), _strategies("out_strategy", out_strategy or ())
     if not any(placement_spec is not None for placement_spec in (*given[0], *given[1])):
         raise UsageError(
-            f"shard({getattr(function, '__name__', function)}) says nothing: give in_strategy a tuple for a tensor, "
+            f"shard({getattr(function, '__name__', function)}) has no strategy: give in_strategy a tuple for a tensor, "
             "such as ((2, 4), (4, 1)); None leaves a tensor open"
         )
     return Sharded(function, *given)
@@ -180,7 +180,7 @@ def shard_op(
     if not inputs and not outputs:
         if not isinstance(function, nn.Module):
             raise UsageError(
-                f"shard_op({getattr(function, '__name__', function)}) says nothing of inputs or outputs; give "
+                f"shard_op({getattr(function, '__name__', function)}) has no placements of inputs or outputs; give "
                 "placements, or a module that begins a stage"
             )
         return Sharded(function, (), (), PlacementSpec(mesh, line=calling_line()))

@@ -35,7 +35,7 @@ class Reshard:
 @dataclass
 class Assignment:
     """`options[name]` has one Option an axis of the mesh, for every node: placeholders (no inputs), ops, and "output"
-    (no outputs). `notes` says, by node, what a reader should know of the choice."""
+    (no outputs). `notes` has, by node, remarks on the choice."""
 
     trace: Trace
     mesh: Mesh

@@ -63,7 +63,7 @@ def solve(problem: Problem, width: int = WIDTH) -> dict[str, int]:
     path = _Path(problem)
     free = polished(problem, path.walk(0.0, width))
     if problem.memory is None or problem.held(free) <= problem.memory:
-        return _by_turns(problem, path, free, [0.0], width)
+        return _alternating(problem, path, free, [0.0], width)
     price = _price(problem, path, free, max(1, width // 8))
     prices = [price * share for share in _SHARES]
     fitting = list(filter(None, (path.walk(each, width, problem.memory) for each in prices)))
@@ -73,7 +73,7 @@ def solve(problem: Problem, width: int = WIDTH) -> dict[str, int]:
             f"activations need {min_bytes(problem):.4g} at least: use more ranks, or give more memory"
         )
     best = min((polished(problem, each) for each in fitting), key=problem.seconds)
-    return _by_turns(problem, path, best, prices, width)
+    return _alternating(problem, path, best, prices, width)
 
 
 def _price(problem: Problem, path: _Path, free: dict[str, int], width: int) -> float:
@@ -90,7 +90,9 @@ def _price(problem: Problem, path: _Path, free: dict[str, int], width: int) -> f
     return high or price
 
 
-def _by_turns(problem: Problem, path: _Path, chosen: dict[str, int], prices: list[float], width: int) -> dict[str, int]:
+def _alternating(
+    problem: Problem, path: _Path, chosen: dict[str, int], prices: list[float], width: int
+) -> dict[str, int]:
     """The solution, with the nodes that have gradients chosen again while the others stay, and the other way round."""
     for stays in (False, True):
         fixed = {name: number for name, number in chosen.items() if (name in problem.trace.tracked) == stays}

@@ -105,13 +105,13 @@ def _batch(trace: Trace, mesh: Mesh) -> list[Mark]:
 def _is_sharded(trace: Trace, mesh: Mesh, mark: Mark) -> bool:
     """Whether a given tensor has a row a sample; a batch of samples that ranks cannot share evenly is refused."""
     samples = trace.specs[trace.inputs[0]][0].shape[0] if trace.inputs and trace.specs[trace.inputs[0]][0].shape else 0
-    rows = trace.specs[mark.node][0].shape[0]
-    if rows != samples:
+    given = trace.specs[mark.node][0].shape[0]
+    if given != samples:
         return False
     ranks = mesh.size(BATCH_AXIS)
-    if rows % ranks:
+    if given % ranks:
         raise UsageError(
-            f"the example has {rows} samples, which {BATCH_AXIS}={ranks} cannot share evenly; "
-            f"expected a multiple of {ranks} (give the axis another name to keep the batch whole)"
+            f"the example has {given} samples, which {BATCH_AXIS}={ranks} cannot share evenly; "
+            f"expected a multiple of {ranks} (give the axis another name to keep the batch unsharded)"
         )
     return True

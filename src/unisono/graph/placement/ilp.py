@@ -30,7 +30,7 @@ from unisono.mesh.mesh import Mesh
 
 TIME_LIMIT = 120.0  # seconds; what is found by then is taken, if it is proved to be within GAP of the best
 GAP = 1e-6
-_TIE = 1e-6  # of a choice's place in its list: of equals the simplest is taken
+_TIE = 1e-6  # of a choice's index in its list: of equals the simplest is taken
 
 
 def exact(

@@ -38,7 +38,7 @@ SWEEPS = 8  # how often all nodes are looked at again, at most; in practice thre
 
 FLOPS_A_BYTE = 1000  # how many a device does while it receives one
 LEAVING_A_MARK = 1e15  # more than anything costs
-NOTHING = 1e-12  # seconds: tells an edge that costs nothing from one on which nothing happens
+NOTHING = 1e-12  # seconds: distinguishes an edge that costs nothing from one on which nothing happens
 
 
 def propagate(
@@ -112,7 +112,7 @@ class _Axis:
         for name in order:
             if name in seeds:
                 self.chosen[name] = self._best(name)
-        self._spread_from_marks(order)
+        self._propagate_from_marks(order)
         for name in order:
             if name not in self.chosen:
                 self.chosen[name] = self._best(name)
@@ -153,7 +153,7 @@ class _Axis:
 
     # ---- waves ---------------------------------------------------------------------------------------------------
 
-    def _spread_from_marks(self, order: list[str]) -> None:
+    def _propagate_from_marks(self, order: list[str]) -> None:
         """Each wave takes the neighbours of what the last one sharded; it ends at nodes that are better replicated."""
         position = {name: i for i, name in enumerate(order)}
         edge = set(self.chosen)
@@ -180,7 +180,8 @@ class _Axis:
                 return
 
     def _best(self, name: str) -> Option:
-        """The cheapest; of equals the one that splits least work, and then the one that spreads cuts over dims."""
+        """The cheapest; of equals the one that splits least work, and then the one that distributes shards over
+        dims."""
         allowed = [option for option in self._allowed[name] if self._takes_sums_that_are(name, option)]
         allowed = allowed or self._allowed[name]
         if len(allowed) == 1:
@@ -206,9 +207,9 @@ class _Axis:
         """How many tensors would be sharded again along a dim that an axis before this one shards."""
         crowded = 0
         for i, placement in enumerate(option.inputs):
-            crowded += _cut_before(placement, [past.inputs[i] for past in self.before[name]])
+            crowded += _sharded_before(placement, [past.inputs[i] for past in self.before[name]])
         for output, placement in enumerate(option.outputs):
-            crowded += _cut_before(placement, [past.outputs[output] for past in self.before[name]])
+            crowded += _sharded_before(placement, [past.outputs[output] for past in self.before[name]])
         return crowded
 
     # ---- costs ---------------------------------------------------------------------------------------------------
@@ -279,5 +280,5 @@ def _home(placement: Placement) -> Placement:
     return placement if shard_dim(placement) is not None else REPLICATE
 
 
-def _cut_before(placement: Placement, earlier: Sequence[Placement]) -> bool:
+def _sharded_before(placement: Placement, earlier: Sequence[Placement]) -> bool:
     return shard_dim(placement) is not None and placement in earlier

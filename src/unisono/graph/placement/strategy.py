@@ -1,4 +1,4 @@
-"""From what marks say to placements on a mesh, one an axis.
+"""From marks to placements on a mesh, one an axis.
 
 A strategy gives the number of shards along each dim of a tensor: (2, 4). On a mesh, axes whose lengths
 multiply to that number shard the dim. Where axes are alike there is a choice, and it must suit all tensors of an op
@@ -40,8 +40,8 @@ def placements_of_marks(trace: Trace, mesh: Mesh, marks: Sequence[Mark]) -> dict
 def batch_marks(trace: Trace, mesh: Mesh, axis: str) -> list[Mark]:
     """Marks that shard the batch: the first dim of inputs and targets, along one axis of the mesh."""
     placements = tuple(Shard(0) if name == axis else REPLICATE for name in mesh.names)
-    rows = [name for name in (*trace.inputs, *trace.targets) if trace.specs[name][0].shape]
-    return [Mark(name, 0, PlacementSpec(mesh, placements, line=f"batch along {axis}")) for name in rows]
+    names = [name for name in (*trace.inputs, *trace.targets) if trace.specs[name][0].shape]
+    return [Mark(name, 0, PlacementSpec(mesh, placements, line=f"batch along {axis}")) for name in names]
 
 
 def _join(fixed: dict[Slot, Placements], marks: Sequence[Mark], placements: Sequence[Placements]) -> None:
@@ -133,12 +133,12 @@ def _has_options(trace: Trace, mesh: Mesh, name: str, marks: Sequence[Mark], cho
     listed = options(trace.node(name))
     mine = [(mark, placements) for mark, placements in zip(marks, chosen, strict=True) if mark.node == name]
     return all(
-        any(all(_lies(option, mark, placements[axis]) for mark, placements in mine) for option in listed)
+        any(all(_agrees(option, mark, placements[axis]) for mark, placements in mine) for option in listed)
         for axis in range(mesh.ndim)
     )
 
 
-def _lies(option: Option, mark: Mark, placement: Placement) -> bool:
+def _agrees(option: Option, mark: Mark, placement: Placement) -> bool:
     return (option.inputs if mark.is_input else option.outputs)[mark.number] == placement
 
 

@@ -1,4 +1,4 @@
-"""Batches as a program sees them: their shapes say which of its graphs runs, and whether one was traced for them."""
+"""Batches as a program sees them: their shapes decide which of its graphs runs, and whether one was traced for them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Signature = tuple[Any, ...]
 def signature(kind: str, batch: Any) -> Signature:
     """Equal for batches that the same graph serves."""
     leaves, spec = pytree.tree_flatten(batch)
-    told = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-    return kind, spec, told
+    signature = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+    return kind, spec, signature
 
 
 def tensors_in(batch: Any) -> list[torch.Tensor]:

@@ -53,7 +53,7 @@ class Executable:
 
     def __call__(self, leaves: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
         """Outputs, and the values that buffers take: for the tensors of a global batch, of which it takes its part."""
-        inputs = [cut(leaf) for cut, leaf in zip(self._slicers, leaves, strict=True)]
+        inputs = [shard(leaf) for shard, leaf in zip(self._slicers, leaves, strict=True)]
         held = self._held
         if self._parts:
             held = held[:]
@@ -97,7 +97,7 @@ def _held(name: str, lowered: Lowered, shards: ProgramShards, device: torch.devi
         line = line_of(users[0])
         raise UsageError(
             f"at {line} the model uses the .data of one of its tensors, which a graph takes for a constant; use "
-            ".detach() in its place"
+            ".detach() instead"
         )
     return _sharded(lowered.given[name], lowered.mesh, device)(constant) if users else torch.empty(0)
 

@@ -67,10 +67,11 @@ class LocalOp:
         }
 
     def draw(self, shape: tuple[int, ...], parts: dict[int, Part]) -> Draw:
-        """The random numbers of this op: those of its module's name and turn, whichever ranks hold the shards."""
+        """The random numbers of this op: those of its module's name and call number, whichever ranks hold the
+        shards."""
         assert self.random is not None, f"{self.node.name} draws random numbers, but was given no RandomState"
-        path, turn = self.node.meta["draw"]
-        return Draw((self.random.seed, self.random.step, path, turn), shape, parts)
+        path, call = self.node.meta["draw"]
+        return Draw((self.random.seed, self.random.step, path, call), shape, parts)
 
 
 def reduce_over(mesh: Mesh) -> Reduce:

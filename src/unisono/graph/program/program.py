@@ -272,8 +272,8 @@ def to_static(
     seed: int = 0,
     dtype: torch.dtype | None = None,
 ) -> Program:
-    """A program without stages. `parallel.static.to_static`, which people call, makes those with stages too, and says
-    what the arguments are."""
+    """A program without stages. `parallel.static.to_static`, the public function, makes those with stages too, and
+    documents what the arguments are."""
     comm = world.world() if world.is_initialized() else world.init()
     if mesh.ranks.size != comm.size:
         raise UsageError(f"{mesh} has {mesh.ranks.size} ranks, but {comm.size} are running; expected a mesh of all")
@@ -303,30 +303,30 @@ def _require_elementwise(optimizer: Optimizer, make: Callable[[Any], Optimizer],
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(f"{name} evaluates the model several times in a step, which a program does once; use a plan")
-    cut = [key for key in shards.parameters if shards.is_sharded(key)]
-    if cut:
+    sharded = [key for key in shards.parameters if shards.is_sharded(key)]
+    if sharded:
         require_elementwise_hooks(optimizer)
-    if cut and optimizer_scope(optimizer, make) is not OptimizerScope.ELEMENT:
+    if sharded and optimizer_scope(optimizer, make) is not OptimizerScope.ELEMENT:
         raise UsageError(
-            f"{name} looks at parameters as a whole, but {cut[0]} is sharded; use marks that leave them whole, or an "
-            "optimizer that treats elements alone (if this one does, set is_elementwise = True on its class)"
+            f"{name} uses a parameter as one tensor, but {sharded[0]} is sharded; use marks that leave them unsharded, "
+            "or an optimizer that treats elements alone (if this one does, set is_elementwise = True on its class)"
         )
 
 
 def _found_by_one(comm: Communicator, traced: Trace, mesh: Mesh, find: Callable[[], Assignment]) -> Assignment:
     """Rank 0 searches for all: ranks that search by themselves would take each other's cores, and might differ."""
-    told: tuple[Any, Any] | UsageError | None = None
+    found_on_rank_0: tuple[Any, Any] | UsageError | None = None
     if comm.rank == 0:
         try:
             found = find()
-            told = found.options, found.notes
+            found_on_rank_0 = found.options, found.notes
         except UsageError as error:
-            told = error
-    told = comm.broadcast_object(told)
-    if isinstance(told, UsageError):
-        raise told
-    assert told is not None
-    return Assignment(traced, mesh, *told)
+            found_on_rank_0 = error
+    found_on_rank_0 = comm.broadcast_object(found_on_rank_0)
+    if isinstance(found_on_rank_0, UsageError):
+        raise found_on_rank_0
+    assert found_on_rank_0 is not None
+    return Assignment(traced, mesh, *found_on_rank_0)
 
 
 def _parameter_specs(lowered: Lowered) -> dict[str, ParameterSpec]:

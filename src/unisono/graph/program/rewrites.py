@@ -94,16 +94,16 @@ def _embedding(
 
 
 def _grouped_mm(
-    local_op: LocalOp, rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor, *_: Any
+    local_op: LocalOp, tokens: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor, *_: Any
 ) -> torch.Tensor:
-    """The experts here, on their rows; zeros for the rows of others."""
+    """The experts here, on their tokens; zeros for the tokens of others."""
     sizes, offsets = local_op.box(1)
     bounds = [0, *ends.tolist()]
-    result = rows.new_zeros(len(rows), matrices.shape[-1])
+    result = tokens.new_zeros(len(tokens), matrices.shape[-1])
     products = []
     for expert in range(sizes[0]):
         start, end = bounds[offsets[0] + expert], bounds[offsets[0] + expert + 1]
-        products.append(rows[start:end] @ matrices[expert])
+        products.append(tokens[start:end] @ matrices[expert])
     first, last = bounds[offsets[0]], bounds[offsets[0] + sizes[0]]
     return torch.cat([result[:first], *products, result[last:]])
 

@@ -172,8 +172,8 @@ class ProgramShards:
     def _counts(self, name: str) -> bool:
         """Of the ranks that hold the same shard, the first along each axis counts it."""
         placements = self.specs[name].placements if name in self.specs else (Replicate(),) * self.mesh.ndim
-        place = self.mesh.coordinate()
-        return all(shard_dim(p) is not None or place[axis] == 0 for axis, p in enumerate(placements))
+        coordinate = self.mesh.coordinate()
+        return all(shard_dim(p) is not None or coordinate[axis] == 0 for axis, p in enumerate(placements))
 
     def clip(self, largest: float) -> torch.Tensor:
         """Scale gradients so that their norm is at most `largest`, as torch.nn.utils.clip_grad_norm_ does."""

@@ -55,14 +55,14 @@ def in_shards(assignment: Assignment) -> Assignment:
         shape, lying = trace.specs[name][0].shape, assignment.layout(name)
         dim = _even_dim(shape, lying, axis, mesh)
         if dim is not None:
-            cut = next(option for option in options(trace.node(name)) if option.outputs[0] == Shard(dim))
-            changed[name] = (*changed[name][:axis], cut, *changed[name][axis + 1 :])
+            sharded = next(option for option in options(trace.node(name)) if option.outputs[0] == Shard(dim))
+            changed[name] = (*changed[name][:axis], sharded, *changed[name][axis + 1 :])
     return replace(assignment, options=changed)
 
 
 def _even_dim(shape: tuple[int, ...], lying: Placements, axis: int, mesh: Mesh) -> int | None:
     """The first dim that the ranks of an axis can shard evenly. Not one that a later axis of the mesh shards: this axis
-    would come before it, and every shard would be made of other rows."""
+    would come before it, and every shard would be of other indices."""
     later = {shard_dim(placement) for placement in lying[axis + 1 :]}
     for dim in range(len(shape)):
         if dim not in later and shape[dim] and divides(shape, _sharded_at(lying, axis, dim), mesh.shape):

@@ -7,8 +7,8 @@ COLOURS = {
     "all_to_all": "#9c36b5",
     "send": "#c2255c",
     "recv": "#c2255c",
-    "cut": "#868e96",
-    "spread": "#868e96",
+    "slice": "#868e96",
+    "pad": "#868e96",
     "assign": "#868e96",
 }
 OTHER = "#868e96"

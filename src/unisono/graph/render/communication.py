@@ -1,4 +1,4 @@
-"""What a rank says and hears at one point of a program."""
+"""The communication of a rank at one point of a program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class CollectiveStep:
-    """A step of a move, as one rank sees it: a collective, or a cut or the like that needs no other rank."""
+    """A step of a move, as one rank sees it: a collective, or a slice or the like that needs no other rank."""
 
     kind: str
     axes: tuple[str, ...]
@@ -17,5 +17,5 @@ class CollectiveStep:
     received: int  # bytes
     before: Shape  # the local shard
     after: Shape
-    detail: str  # what is reduced, joined or cut
+    detail: str  # what is reduced, gathered or sharded
     is_collective: bool

@@ -65,7 +65,7 @@ box.addEventListener('input', sift); only.addEventListener('change', sift); sift
 
 
 def as_page(listing: Listing, title: str = "program") -> str:
-    """The whole file as text."""
+    """The file as text."""
     return "\n".join(_page(listing, title)) + "\n"
 
 
@@ -100,7 +100,7 @@ def _page(listing: Listing, title: str) -> Iterator[str]:
 
 def _given(given: list[ListedInput]) -> Iterator[str]:
     yield f"<details><summary>{len(given)} parameters, buffers and inputs</summary>"
-    titles = ("kind", "name", "whole", "here", "placements", "shards", "gradient", "note")
+    titles = ("kind", "name", "full", "local", "placements", "shards", "gradient", "note")
     yield f'<div class="scroll"><table><tr>{"".join(f"<th>{title}" for title in titles)}</tr>'
     for each in given:
         summed = f"summed over {', '.join(each.summed)}" if each.summed else ""

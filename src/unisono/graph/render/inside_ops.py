@@ -1,4 +1,4 @@
-"""What ranks say inside an op: where its rewrite finds a sum or a maximum together with others (see `rewrites`)."""
+"""The collectives inside an op: where its rewrite computes a sum or a maximum with other ranks (see `rewrites`)."""
 
 from __future__ import annotations
 

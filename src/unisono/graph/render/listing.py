@@ -35,7 +35,7 @@ class ListedOp:
     strategy: str  # "((2,4),(4,1))": shards a dim of each input
     path: str
     source: str  # file.py:42
-    local: str = ""  # what runs in the op's place
+    local: str = ""  # what runs instead of the op
     note: str = ""  # what a reader should know of the choice
     forward: tuple[CollectiveStep, ...] = ()
     backward: tuple[CollectiveStep, ...] = ()
@@ -161,7 +161,7 @@ def _word(node: fx.Node) -> str:
 
 
 def _inside(collectives: Sequence[InnerCollective], mesh: Mesh, rank: int) -> tuple[CollectiveStep, ...]:
-    """What ranks say in the midst of an op."""
+    """The collectives inside an op."""
     made = []
     for each in collectives:
         names = tuple(mesh.names[axis] for axis in each.axes)
@@ -244,11 +244,11 @@ def _detail(step: RouteStep) -> str:
     words = []
     if isinstance(step.before, Partial):
         words.append(step.before.reduce_op)
-    joined, cut = shard_dim(step.before), shard_dim(step.after)
-    if joined is not None:
-        words.append(f"joins dim {joined}")
-    if cut is not None:
-        words.append(f"cuts dim {cut}")
+    gathered, sharded = shard_dim(step.before), shard_dim(step.after)
+    if gathered is not None:
+        words.append(f"gathers dim {gathered}")
+    if sharded is not None:
+        words.append(f"shards dim {sharded}")
     return ", ".join(words)
 
 

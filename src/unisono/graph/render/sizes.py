@@ -8,7 +8,7 @@ _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "Ki": 1024, "Mi": 1024**
 
 
 def size_of(text: str) -> int | None:
-    """The bytes that words such as 512, 64MiB or 1.5 GB say; None where they say none."""
+    """The bytes of a text such as 512, 64MiB or 1.5 GB; None where it is no size."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMG]i?|)B?", text.strip())
     return None if match is None else round(float(match[1]) * _UNITS[match[2]])
 

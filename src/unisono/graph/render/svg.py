@@ -1,7 +1,7 @@
 """A program as a picture: values run down lanes from the op that makes them to the last that uses them.
 
 An op is a dot on the lane of its result, with its name and local shapes beside it; a move is a box in the colour of its
-collective, forward and backward. What ranks say inside an op stands before its name.
+collective, forward and backward. Collectives inside an op stand before its name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ text { font: 12px ui-monospace, monospace; fill: #1a1b1e; } .soft { fill: #6b707
 
 
 def as_svg(listing: Listing, title: str = "program") -> str:
-    """The whole drawing as text; it follows the viewer's light or dark colours."""
+    """The drawing as text; it follows the viewer's light or dark colours."""
     lanes = _lanes(listing.lines)
     width = max((len(_label(line)) * 7.4 + _wide(line) for line in listing.lines), default=140) + 260
     text_at = _LEFT + _LANE * (max(lanes.values(), default=0) + 1) + 12
@@ -108,7 +108,7 @@ def _badges(line: ListedOp) -> list[tuple[str, CollectiveStep]]:
 
 
 def _wide(line: ListedOp) -> float:
-    """Of an op's badges; those of a move have their place beside its short label."""
+    """Of an op's badges; those of a move are beside its short label."""
     return (
         sum(7.4 * len(direction + collective.kind) + 16 for direction, collective in _badges(line))
         if line.serial

@@ -22,12 +22,14 @@ def attention(call: OpCall) -> Iterator[Option]:
     if drops:
         yield call.option(REPLICATE, "attention")
     for dim in range(len(queries) - 2):
-        cut = Shard(dim)
+        shard = Shard(dim)
         if call.shape("key")[dim] > 1 and call.shape("value")[dim] > 1:
-            yield _option(call, weights, dim, cut, query=cut, key=cut, value=cut, local="attention" if drops else None)
+            yield _option(
+                call, weights, dim, shard, query=shard, key=shard, value=shard, local="attention" if drops else None
+            )
     row = len(queries) - 2
-    told = drops or call["is_causal"]
-    yield _option(call, weights, row, Shard(row), query=Shard(row), local="attention" if told else None)
+    is_local = drops or call["is_causal"]
+    yield _option(call, weights, row, Shard(row), query=Shard(row), local="attention" if is_local else None)
     last = Shard(len(queries) - 1)
     yield call.option(last, "attention" if drops else None, value=last)
     yield call.option(SUM, "attention" if drops else None, value=SUM)

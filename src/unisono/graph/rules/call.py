@@ -24,7 +24,7 @@ def tensors_of(value: Any) -> tuple[torch.Tensor, ...]:
 
 
 class OpCall:
-    """Tensor inputs are numbered as in `Option.inputs`: by their place among the flattened arguments."""
+    """Tensor inputs are numbered as in `Option.inputs`: by their index among the flattened arguments."""
 
     def __init__(self, node: fx.Node) -> None:
         self.node = node

@@ -1,4 +1,4 @@
-"""Ops that read or write where an index says: not sharded along the dims that are indexed, sharded along the rest."""
+"""Ops that read or write at an index: not sharded along the dims that are indexed, sharded along the rest."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ def index_put(call: OpCall) -> Iterator[Option]:
 
 
 def _masked(call: OpCall) -> Iterator[Option]:
-    """One number where a mask says so: sharded along any dim, with the mask where it has that dim."""
+    """One number where a mask is true: sharded along any dim, with the mask where it has that dim."""
     out_dims = [out_dim for out_dim, given in enumerate(call["indices"]) if given is not None]
     if len(out_dims) != 1 or math.prod(call.shape("values")) != 1:
         return
     mask = call.shape("indices")
     for dim in range(len(call.result)):
         own = dim - out_dims[0]
-        cut = Shard(own) if 0 <= own < len(mask) else REPLICATE
-        yield call.option(Shard(dim), self=Shard(dim), indices=[cut])
+        shard = Shard(own) if 0 <= own < len(mask) else REPLICATE
+        yield call.option(Shard(dim), self=Shard(dim), indices=[shard])
 
 
 class _Indexed:

@@ -1,6 +1,6 @@
 """Ops that move elements without computing: views, transposes, slices, joins.
 
-A view cuts its dims into the smallest groups that hold the same elements before and after. Ranks may share a group by
+A view splits its dims into the smallest groups that hold the same elements before and after. Ranks may share a group by
 its first dim: a shard of it is a run of elements, before as after.
 """
 
@@ -62,7 +62,7 @@ def unsqueeze(call: OpCall) -> Iterator[Option]:
 
 @rule("aten.squeeze")
 def squeeze(call: OpCall) -> Iterator[Option]:
-    """As a view: a dim that a cut leaves with one element keeps its place, also where it is named."""
+    """As a view: a dim that sharding leaves with one element keeps its position, also where it is named."""
     kept = [dim for dim, size in enumerate(call.shape()) if not _squeezed(call, dim, size)]
     yield from moved(((dim, out_dim) for out_dim, dim in enumerate(kept)), local="view")
 
@@ -206,7 +206,7 @@ def getitem(call: OpCall) -> Iterator[Option]:
 
 @rule("aten.repeat_interleave.self_int")
 def repeat_interleave(call: OpCall) -> Iterator[Option]:
-    if call["dim"] is None:  # of the elements of all dims as one row, of which the first dim cuts runs
+    if call["dim"] is None:  # of the elements of all dims as one row, of which the first dim splits runs
         yield from moved([(0, 0)] if call["output_size"] is None and call.shape() else [])
         return
     at = call.dim("dim")

@@ -133,7 +133,7 @@ def cpu_kernels() -> ModuleType | None:
 
 def normal_from_uniform(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """The Box-Muller transform of float64 numbers in [0, 1)."""
-    return _sqrt_of(-2 * log(1 - first)) * cos_turn(second)
+    return _sqrt_of(-2 * log(1 - first)) * cos_of_turns(second)
 
 
 def _sqrt_of(x: torch.Tensor) -> torch.Tensor:
@@ -155,8 +155,8 @@ def log(x: torch.Tensor) -> torch.Tensor:
     return exponent * math.log(2) + 2 * ratio * series
 
 
-def cos_turn(x: torch.Tensor) -> torch.Tensor:
-    """cos(2 pi x) for x in [0, 1), from Taylor's series of cosine and sine on an eighth of a turn."""
+def cos_of_turns(x: torch.Tensor) -> torch.Tensor:
+    """cos(2 pi x) for x in [0, 1), from Taylor's series of cosine and sine on [0, pi/4]."""
     x = torch.where(x > 0.5, 1 - x, x)  # the other half mirrors
     sign = torch.where(x > 0.25, -1.0, 1.0).to(x.dtype)
     x = torch.where(x > 0.25, 0.5 - x, x)

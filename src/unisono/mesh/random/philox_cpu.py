@@ -54,7 +54,7 @@ def _block(number, key0, key1, counter0, counter1):  # type: ignore[no-untyped-d
 def _fill(out, starts, length, key0, key1, counter0, counter1):  # type: ignore[no-untyped-def]
     for run in range(len(starts)):
         begin = run * length
-        lead = min((4 - starts[run] % 4) % 4, length)  # elements before the first whole block
+        lead = min((4 - starts[run] % 4) % 4, length)  # elements before the first full block
         blocks = (length - lead) // 4
         if lead:
             mixed = _block(starts[run] // 4, key0, key1, counter0, counter1)
