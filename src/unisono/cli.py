@@ -21,7 +21,7 @@ from unisono.verify import command as verify_command
 
 
 def add_bench(subparsers: Any) -> None:
-    parser = subparsers.add_parser("bench", help="measure how fast ranks talk and compute", allow_abbrev=False)
+    parser = subparsers.add_parser("bench", help="measure communication and computation", allow_abbrev=False)
     kinds = parser.add_subparsers(metavar="WHAT", required=True)
     bench_command.add_kind(kinds)
     plan_command.add_bench_kind(kinds)

@@ -1,6 +1,6 @@
 """The errors that a user of unisono can meet.
 
-Every message says what was given, what was expected and what to do.
+Every message has what was given, what was expected and what to do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class TaskError(UsageError):
 
 
 class PlanMismatch(UnisonoError, RuntimeError):
-    """A step under the plan is not the step of one device; the message says where they diverge."""
+    """A step under the plan is not the step of one device; the message has where they diverge."""
 
 
 class LaunchError(UnisonoError, RuntimeError):
@@ -27,11 +27,11 @@ class LaunchError(UnisonoError, RuntimeError):
 
 
 class PreflightError(LaunchError):
-    """Hosts that cannot do their part; `causes` says why, by host."""
+    """Hosts that cannot do their part; `causes` has why, by host."""
 
     def __init__(self, causes: dict[str, str]) -> None:
-        told = "\n".join(f"  {host}: {cause}" for host, cause in causes.items())
-        super().__init__(f"preflight failed, nothing was started:\n{told}")
+        listed = "\n".join(f"  {host}: {cause}" for host, cause in causes.items())
+        super().__init__(f"preflight failed, nothing was started:\n{listed}")
         self.causes = causes
 
 

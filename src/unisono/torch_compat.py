@@ -1,4 +1,4 @@
-"""The private names of torch that unisono uses, in one place. Tried on torch 2.11 and 2.13.
+"""The private names of torch that unisono uses, in one file. Tested on torch 2.11 and 2.13.
 
 A torch release that renames one of them is served here, and nowhere else. Not here: `torch.utils._pytree`, which is in
 common use, and attributes of modules and tensors (`_parameters`, `_backward_hooks`).
@@ -60,7 +60,7 @@ __all__ = [
     "will_run",
 ]
 
-# ---- modes: what torch calls in the place of its functions -----------------------------------------------------------
+# ---- modes: what torch calls instead of its functions ----------------------------------------------------------------
 
 no_torch_function = torch._C.DisableTorchFunction  # neither modes nor subclasses of tensors
 no_torch_function_subclass = torch._C.DisableTorchFunctionSubclass

@@ -7,7 +7,8 @@
     PATCHES.enter()                             # the first to enter replaces, the last to leave restores
     PATCHES.leave()
 
-    with attention.handled("recomputation", handler):   # several parts of unisono handle one function in turn
+    with attention.handled("recomputation", handler):   # several parts of unisono handle one function one after the
+    other
         ...
 
     with on_patched_call(record):               # record(F.dropout, args, kwargs, result) of calls by others' code

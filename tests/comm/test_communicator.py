@@ -162,7 +162,7 @@ def user_errors(comm: Communicator) -> None:
         (lambda: comm.reduce(x, -1), "root -1"),
         (lambda: comm.reduce_scatter(x), "4 ranks do not divide dim 0 of length 5"),
         (lambda: comm.reduce_scatter(torch.tensor(1.0)), "no dimensions"),
-        (lambda: comm.all_to_all(x, [1, 1, 1, 1]), r"sizes \[1, 1, 1, 1\] do not cut length 5 into 4 parts"),
+        (lambda: comm.all_to_all(x, [1, 1, 1, 1]), r"sizes \[1, 1, 1, 1\] do not split length 5 into 4 parts"),
         (lambda: comm.all_to_all(x, [2, 1, 1, 1], [1]), "recv_sizes"),
         (lambda: comm.scatter(x, [x], comm.rank), "the root needs 4 chunks"),
         (lambda: comm.scatter_object([1], comm.rank), "needs 4 values"),

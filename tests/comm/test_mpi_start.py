@@ -78,7 +78,7 @@ def test_without_mpiexec_the_world_has_one_rank_and_no_other_is_joined(tmp_path:
     well, refused = run_forked([alone, two_without_mpiexec], tmp_path)
     assert well.code == 0, well.output
     assert refused.code != 0
-    assert "rank 1 of 2 was asked for, but MPI says that this is rank 0 of 1" in refused.output
+    assert "rank 1 of 2 was asked for, but for MPI this is rank 0 of 1" in refused.output
     assert "start it with mpiexec -n 2" in refused.output
 
 

@@ -106,7 +106,7 @@ def test_without_elastic_a_host_that_is_gone_ends_the_job(two_hosts: Hosts, tmp_
 
 def job(named: str, ranks: int | None) -> LaunchJob:
     listed = hosts.parse_list(named)
-    placements = tuple(hosts.place(listed, ranks))
+    placements = tuple(hosts.assign_ranks(listed, ranks))
     return LaunchJob(Entrypoint(SCRIPT, "x.py"), placements, hosts=tuple(listed), elastic=True, max_restarts=3)
 
 

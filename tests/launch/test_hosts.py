@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import UsageError
-from unisono.launch.hosts import Host, parse_file, parse_list, place
+from unisono.launch.hosts import Host, assign_ranks, parse_file, parse_list
 
 
 def test_list() -> None:
@@ -82,21 +82,21 @@ def test_missing_or_unreadable_file(tmp_path: Path) -> None:
 
 def test_placing_fills_hosts_in_order_and_drops_empty_ones() -> None:
     hosts = [Host("a", 2), Host("b", 2), Host("c", 2)]
-    placed = place(hosts, 3)
+    placed = assign_ranks(hosts, 3)
     assert [(p.host.name, p.first_rank, p.count) for p in placed] == [("a", 0, 2), ("b", 2, 1)]
-    assert sum(p.count for p in place(hosts, None)) == 6
+    assert sum(p.count for p in assign_ranks(hosts, None)) == 6
 
 
 @pytest.mark.parametrize("n", [0, -3, 7])
 def test_placing_too_few_or_too_many(n: int) -> None:
     with pytest.raises(UsageError, match=f"-n {n}"):
-        place([Host("a", 2), Host("b", 4)], n)
+        assign_ranks([Host("a", 2), Host("b", 4)], n)
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.data())
 def test_every_rank_has_exactly_one_place(slots: list[int], data: st.DataObject) -> None:
     n = data.draw(st.integers(1, sum(slots)))
-    placed = place([Host(f"h{i}", count) for i, count in enumerate(slots)], n)
+    placed = assign_ranks([Host(f"h{i}", count) for i, count in enumerate(slots)], n)
     ranks = [rank for p in placed for rank in range(p.first_rank, p.first_rank + p.count)]
     assert ranks == list(range(n))
     assert all(0 < p.count <= p.host.slots for p in placed)

@@ -167,4 +167,4 @@ def test_logarithm_and_cosine() -> None:
     x = torch.cat([torch.linspace(1e-6, 1, 20001, dtype=torch.float64), few])
     torch.testing.assert_close(draw.log(x), torch.log(x), rtol=1e-15, atol=1e-16)
     turn = torch.linspace(0, 1, 20001, dtype=torch.float64)
-    torch.testing.assert_close(draw.cos_turn(turn), torch.cos(2 * math.pi * turn), rtol=0, atol=1e-15)
+    torch.testing.assert_close(draw.cos_of_turns(turn), torch.cos(2 * math.pi * turn), rtol=0, atol=1e-15)

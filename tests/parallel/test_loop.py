@@ -348,7 +348,7 @@ REFUSALS: list[tuple[str, Any, str, dict[str, Any], str]] = [
     ("dp=2", gives_other_batches, "smooth", {}, "rank 1 was given another batch than rank 0"),
     ("tp=2", gives_other_batches, "smooth", TP, "rank 1 was given another batch than rank 0"),
     ("tp=2", gives_other_batches_to_predict, "smooth", TP, "rank 1 was given another batch than rank 0"),
-    ("dp=2", gives_other_batches_to_step, "smooth", {}, 'say batch="local"'),
+    ("dp=2", gives_other_batches_to_step, "smooth", {}, 'use batch="local"'),
     ("tp=2", gives_other_batches_to_step, "smooth", TP, "rank 1 was given another batch than rank 0"),
     ("tp=2", gives_other_batches_to_step, "smooth", TP | {"batch": "local"}, "rank 1 was given another batch"),
     ("dp=2", gives_uneven_batches, "smooth", {"batch": "local"}, "ranks had between 12 and 13"),

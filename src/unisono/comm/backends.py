@@ -83,18 +83,18 @@ class WirePlan:
     def wire_op(self) -> dist.ReduceOp.RedOpType:
         return REDUCE_OPS[self.reduction.wire_op]
 
-    def fold(self, pieces: list[torch.Tensor]) -> torch.Tensor:
-        return self.fold_into_first([pieces[0].clone(), *pieces[1:]])
+    def fold(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        return self.fold_into_first([tensors[0].clone(), *tensors[1:]])
 
-    def fold_into_first(self, pieces: list[torch.Tensor]) -> torch.Tensor:
-        return folded(pieces, self.reduction.wire_op)
+    def fold_into_first(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        return folded(tensors, self.reduction.wire_op)
 
 
-def folded(pieces: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+def folded(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     """The chunks reduced to one, in their order, which replaces the first."""
-    for piece in pieces[1:]:
-        _FOLDS[op](pieces[0], piece, out=pieces[0])
-    return pieces[0]
+    for tensor in tensors[1:]:
+        _FOLDS[op](tensors[0], tensor, out=tensors[0])
+    return tensors[0]
 
 
 @cache

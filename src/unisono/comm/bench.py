@@ -22,7 +22,7 @@ from unisono.comm.rendezvous import world
 from unisono.launch.spawn import spawn
 
 Call = Callable[[], Any]
-ROUND = 0.04  # seconds that one contender's turn should last
+ROUND = 0.04  # seconds that one contender's round should last
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,14 @@ def _measure(backend: str, sizes: tuple[int, ...], ops: tuple[str, ...], rounds:
     figures = []
     for op in ops:
         for size in sizes if op != "barrier" else (0,):
-            figures += _take_turns(comm, op, size, rounds)
+            figures += _alternate(comm, op, size, rounds)
     world.shutdown()
     return figures
 
 
-def _take_turns(comm: Communicator, op: str, size: int, rounds: int) -> list[Figure]:
+def _alternate(comm: Communicator, op: str, size: int, rounds: int) -> list[Figure]:
     count = max(1, size // 4 // comm.size) * comm.size
-    # All contenders use the same memory: its place can matter more than who moves it.
+    # All contenders use the same memory: its address can matter more than who moves it.
     buffers = Buffers(torch.ones(count), torch.ones(count // comm.size), torch.empty(count))
     contenders = {"unisono": _ours(comm, op, buffers)} | _raw(comm, op, buffers)
     loops = {name: _calibrated(comm, call) for name, call in contenders.items()}
@@ -113,26 +113,26 @@ def _timed(comm: Communicator, call: Call, loops: int) -> float:
 
 
 class Buffers(NamedTuple):
-    whole: torch.Tensor
+    full: torch.Tensor
     part: torch.Tensor
     received: torch.Tensor
 
 
 def _ours(comm: Communicator, op: str, buffers: Buffers) -> Call:
-    whole, part, received = buffers
-    rows = whole.view(comm.size, -1) if comm.rank == 0 else None
+    full, part, received = buffers
+    rows = full.view(comm.size, -1) if comm.rank == 0 else None
     peer = comm.rank ^ 1
     table = received.view(comm.size, -1) if comm.rank == 0 else None
     calls: dict[str, Call] = {
-        "all_reduce": lambda: comm.all_reduce(whole, "max"),
-        "reduce": lambda: comm.reduce(whole, 0, "max"),
-        "broadcast": lambda: comm.broadcast(whole),
+        "all_reduce": lambda: comm.all_reduce(full, "max"),
+        "reduce": lambda: comm.reduce(full, 0, "max"),
+        "broadcast": lambda: comm.broadcast(full),
         "all_gather": lambda: comm.all_gather_into(received, part),
-        "reduce_scatter": lambda: comm.reduce_scatter(whole, "max", out=part),
-        "all_to_all": lambda: comm.all_to_all(whole, out=received),
+        "reduce_scatter": lambda: comm.reduce_scatter(full, "max", out=part),
+        "all_to_all": lambda: comm.all_to_all(full, out=received),
         "gather": lambda: comm.gather(part, out=table),
         "scatter": lambda: comm.scatter(part, rows),
-        "exchange": lambda: comm.exchange([(whole, peer)], [(received, peer)]) if peer < comm.size else None,
+        "exchange": lambda: comm.exchange([(full, peer)], [(received, peer)]) if peer < comm.size else None,
         "barrier": lambda: comm.barrier(),
     }
     return calls[op]
@@ -160,26 +160,26 @@ def _raw(comm: Communicator, op: str, buffers: Buffers) -> dict[str, Call]:
 
 
 def _raw_torch(comm: Communicator, op: str, buffers: Buffers) -> Call:
-    whole, part, received = buffers
+    full, part, received = buffers
     root = comm.rank == 0
-    chunks = list(whole.chunk(comm.size)) if root else None
-    places = [torch.empty_like(part) for _ in range(comm.size)] if root else None
+    chunks = list(full.chunk(comm.size)) if root else None
+    parts = [torch.empty_like(part) for _ in range(comm.size)] if root else None
     peer, largest = comm.rank ^ 1, dist.ReduceOp.MAX
 
     def exchange() -> None:
         if peer < comm.size:
-            ops = [dist.P2POp(dist.isend, whole, peer), dist.P2POp(dist.irecv, received, peer)]
+            ops = [dist.P2POp(dist.isend, full, peer), dist.P2POp(dist.irecv, received, peer)]
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
 
     calls: dict[str, Call] = {
-        "all_reduce": lambda: dist.all_reduce(whole, largest),
-        "reduce": lambda: dist.reduce(whole, 0, largest),
-        "broadcast": lambda: dist.broadcast(whole, 0),
+        "all_reduce": lambda: dist.all_reduce(full, largest),
+        "reduce": lambda: dist.reduce(full, 0, largest),
+        "broadcast": lambda: dist.broadcast(full, 0),
         "all_gather": lambda: all_gather_single(received, part),
-        "reduce_scatter": lambda: reduce_scatter_single(part, whole, op=largest),
-        "all_to_all": lambda: dist.all_to_all_single(received, whole),
-        "gather": lambda: dist.gather(part, places),
+        "reduce_scatter": lambda: reduce_scatter_single(part, full, op=largest),
+        "all_to_all": lambda: dist.all_to_all_single(received, full),
+        "gather": lambda: dist.gather(part, parts),
         "scatter": lambda: dist.scatter(part, chunks),
         "exchange": exchange,
         "barrier": lambda: dist.barrier(),
@@ -191,23 +191,23 @@ def _raw_mpi4py(comm: Communicator, op: str, buffers: Buffers) -> Call:
     from mpi4py import MPI
 
     mpi = MPI.COMM_WORLD
-    whole, part, received = (tensor.numpy() for tensor in buffers)  # as mpi4py's users have them
+    full, part, received = (tensor.numpy() for tensor in buffers)  # as mpi4py's users have them
     root = comm.rank == 0
     peer = comm.rank ^ 1
 
     def exchange() -> None:
         if peer < comm.size:
-            mpi.Sendrecv(whole, peer, recvbuf=received, source=peer)
+            mpi.Sendrecv(full, peer, recvbuf=received, source=peer)
 
     calls: dict[str, Call] = {
-        "all_reduce": lambda: mpi.Allreduce(MPI.IN_PLACE, whole, MPI.MAX),
-        "reduce": lambda: mpi.Reduce(MPI.IN_PLACE if root else whole, whole if root else None, MPI.MAX),
-        "broadcast": lambda: mpi.Bcast(whole),
+        "all_reduce": lambda: mpi.Allreduce(MPI.IN_PLACE, full, MPI.MAX),
+        "reduce": lambda: mpi.Reduce(MPI.IN_PLACE if root else full, full if root else None, MPI.MAX),
+        "broadcast": lambda: mpi.Bcast(full),
         "all_gather": lambda: mpi.Allgather(part, received),
-        "reduce_scatter": lambda: mpi.Reduce_scatter_block(whole, part, MPI.MAX),
-        "all_to_all": lambda: mpi.Alltoall(whole, received),
+        "reduce_scatter": lambda: mpi.Reduce_scatter_block(full, part, MPI.MAX),
+        "all_to_all": lambda: mpi.Alltoall(full, received),
         "gather": lambda: mpi.Gather(part, received if root else None),
-        "scatter": lambda: mpi.Scatter(whole if root else None, part),
+        "scatter": lambda: mpi.Scatter(full if root else None, part),
         "exchange": exchange,
         "barrier": lambda: mpi.Barrier(),
     }

@@ -23,7 +23,7 @@ def add_kind(kinds: Any) -> None:
     add("--backends", default="gloo,mpi", metavar="A,B", help="default: gloo,mpi")
     add("--sizes", default="1K,64K,1M,64M", metavar="S,S", help="bytes; K, M and G are powers of 1024")
     add("--ops", default="", metavar="OP,OP", help="collectives (default: all)")
-    add("--rounds", type=int, default=7, metavar="R", help="turns that each contender gets (default: 7)")
+    add("--rounds", type=int, default=7, metavar="R", help="rounds of each contender (default: 7)")
     add("--json", metavar="FILE", help="also write every figure to FILE")
     comm.set_defaults(handler=run)
 

@@ -262,7 +262,7 @@ class C10dTransport:
         marks = [LengthMark(tensor, wire) for wire, _, tensor, _ in receiving]
 
         def start() -> list[dist.Work]:
-            # Receives first: a message that is expected need not ask for its place.
+            # Receives first: a message that is expected need not ask for a buffer.
             works = [self._group.recv([wire], source, 0) for wire, *_, source in receiving]
             return works + [self._group.send([wire], to, 0) for wire, to in sending]
 

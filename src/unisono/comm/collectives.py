@@ -189,20 +189,20 @@ class Collectives(CommunicatorBase):
     def _incoming(
         self, outgoing: list[int], send_sizes: Sequence[int] | None, recv_sizes: Sequence[int] | None
     ) -> list[int]:
-        """How many rows come from each rank."""
+        """The length of dim 0 that each rank sends."""
         if recv_sizes is None:
             return outgoing if send_sizes is None else self._sizes_from_others(outgoing)
-        whole = whole_numbers("all_to_all: recv_sizes", recv_sizes)
-        if len(whole) != self.size or min(whole) < 0:
-            raise UsageError(f"all_to_all: recv_sizes {whole}; expected {self.size} sizes of at least 0")
-        if whole[self.rank] != outgoing[self.rank] and not self.is_simulated:
+        sizes = whole_numbers("all_to_all: recv_sizes", recv_sizes)
+        if len(sizes) != self.size or min(sizes) < 0:
+            raise UsageError(f"all_to_all: recv_sizes {sizes}; expected {self.size} sizes of at least 0")
+        if sizes[self.rank] != outgoing[self.rank] and not self.is_simulated:
             raise UsageError(
-                f"all_to_all: rank {self.rank} sends {outgoing[self.rank]} to itself, but recv_sizes {whole} has "
-                f"{whole[self.rank]} at that place"
+                f"all_to_all: rank {self.rank} sends {outgoing[self.rank]} to itself, but recv_sizes {sizes} has "
+                f"{sizes[self.rank]} at that index"
             )
-        if self._watchdog.checks and (sent := self._sizes_from_others(outgoing)) != whole:
-            raise UsageError(f"all_to_all: recv_sizes {whole}, but the others send {sent}")
-        return whole
+        if self._watchdog.checks and (sent := self._sizes_from_others(outgoing)) != sizes:
+            raise UsageError(f"all_to_all: recv_sizes {sizes}, but the others send {sent}")
+        return sizes
 
     def _sizes_from_others(self, outgoing: list[int]) -> list[int]:
         if self.is_simulated:  # what each of the others has for this rank is what this rank has for itself

@@ -70,7 +70,7 @@ class Handle:
         self._finish = finish
         self._waiting = waiting
         self._is_mute = is_mute
-        self._turn = threading.Lock()  # one thread waits, or finishes, at a time
+        self._wait_lock = threading.Lock()  # one thread waits, or finishes, at a time
         self._watcher: torch.futures.Future[Any] | None = None
         self._done = False
         self._error: Exception | None = None
@@ -79,7 +79,7 @@ class Handle:
     def wait(self) -> Any:
         """Block until the operation is over; returns its result."""
         if not self._done:
-            with self._turn:
+            with self._wait_lock:
                 if not self._done:
                     self._wait()
         return self._result
@@ -96,7 +96,7 @@ class Handle:
             return self._watcher.done()
         if not all(work.is_completed() for work in self._works):
             return False
-        if self._turn.acquire(blocking=False):  # else another thread is about to finish
+        if self._wait_lock.acquire(blocking=False):  # else another thread is about to finish
             try:
                 if not self._done:
                     self._wait_for_works()  # they are over: this raises where they failed
@@ -104,7 +104,7 @@ class Handle:
             except RuntimeError:
                 return True  # `wait` raises it
             finally:
-                self._turn.release()
+                self._wait_lock.release()
         return self._done
 
     def get_future(self) -> torch.futures.Future[Any]:

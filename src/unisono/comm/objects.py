@@ -2,7 +2,7 @@
 
 The lengths are sent first, which blocks even with async_op=True; then the bytes. So ranks that wait at once and ranks
 that wait later run the same collectives in the same order. Use these among your own ranks only: unpickling runs code
-that the sender chooses. A value that cannot be pickled is an error on every rank: the reason is sent in its place.
+that the sender chooses. A value that cannot be pickled is an error on every rank: the reason is sent instead.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Objects(PointToPoint):
         def start() -> list[dist.Work]:
             rows.take(self._all_lengths(sent))
             mine, rows.bytes = rows.row(sent.bytes), rows.table()
-            places = list(rows.bytes.view(self.size, -1)) if is_root else None
-            return [dist.gather(mine, places, group=self.group, group_dst=root, async_op=True)]
+            out = list(rows.bytes.view(self.size, -1)) if is_root else None
+            return [dist.gather(mine, out, group=self.group, group_dst=root, async_op=True)]
 
         def finish() -> list[Any] | None:
             if is_root:

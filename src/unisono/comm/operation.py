@@ -1,6 +1,6 @@
 """One operation: validated by a Communicator's method, logged, started on a transport, finished.
 
-A `Transport` turns an operation on tensors into a `Transfer`: how to start it on a library, and how to bring what
+A `Transport` makes a `Transfer` of an operation on tensors: how to start it on a library, and how to bring what
 arrives into the caller's tensors. There are three: c10d (gloo and NCCL, comm/c10d.py), MPI (comm/mpi/transport.py) and
 a simulated one (comm/rendezvous/simulated.py). A transfer is built before anything is logged or sent, so an argument
 that the transport refuses is an error on this rank alone.
@@ -173,16 +173,16 @@ class CommunicatorBase:
         """How dim 0 is split into one part per rank."""
         self._require_tensor(tensor)
         if tensor.dim() == 0:
-            raise UsageError(f"{op}: the tensor has no dimensions; expected dim 0 to be cut into {self.size} parts")
+            raise UsageError(f"{op}: the tensor has no dimensions; expected dim 0 to be split into {self.size} parts")
         length = tensor.shape[0]
         if sizes is None:
             if length % self.size:
                 raise UsageError(f"{op}: {self.size} ranks do not divide dim 0 of length {length}; pass the sizes")
             return [length // self.size] * self.size
-        whole = whole_numbers(f"{op}: sizes", sizes)
-        if len(whole) != self.size or sum(whole) != length or min(whole) < 0:
-            raise UsageError(f"{op}: sizes {whole} do not cut length {length} into {self.size} parts")
-        return whole
+        checked = whole_numbers(f"{op}: sizes", sizes)
+        if len(checked) != self.size or sum(checked) != length or min(checked) < 0:
+            raise UsageError(f"{op}: sizes {checked} do not split length {length} into {self.size} parts")
+        return checked
 
     def _output(self, op: str, out: Tensor | None, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The tensor for an outcome of this shape: `out` where it is given and fits."""

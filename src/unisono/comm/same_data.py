@@ -35,11 +35,11 @@ class SameBatch:
 
 _READ = (
     "the first batch that rank {rank} reads is not the one that rank 0 reads; expected one dataset on every rank, of "
-    "which unisono gives each its part: seed what is drawn to make it (torch.manual_seed), and do not cut it by rank"
+    "which unisono gives each its part: seed what is drawn to make it (torch.manual_seed), and do not shard it by rank"
 )
 _GIVEN = (
     "rank {rank} was given another batch than rank {first}; expected the same global batch on every rank, of which "
-    'each takes its part: seed what draws it, or say batch="local" where every data rank brings its own samples (and '
+    'each takes its part: seed what draws it, or use batch="local" where every data rank brings its own samples (and '
     "the ranks that share them, along tp, cp and pp, the same ones)"
 )
 

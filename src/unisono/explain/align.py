@@ -67,14 +67,14 @@ def _lines(
     of_one_device = serial.ops
     waiting: list[int] = []  # ops of unisono's own since the last line
     messages = [
-        (place, each) for place, each in enumerate(local.communication) if each.phase == FORWARD and not each.microbatch
+        (index, each) for index, each in enumerate(local.communication) if each.phase == FORWARD and not each.microbatch
     ]
     next_message, next_serial = 0, 0
     numbers = {each: itertools.count(1) for each in {message.kind for _, message in messages}}
     for number in range(len(forward) + 1):
         while next_message < len(messages) and (messages[next_message][1].op or 0) <= number:
-            place, message = messages[next_message]
-            line_of_message[place] = len(lines)
+            index, message = messages[next_message]
+            line_of_message[index] = len(lines)
             lines.append(_line_of_message(message, f"{message.kind}_{next(numbers[message.kind])}"))
             next_message += 1
         if number == len(forward):

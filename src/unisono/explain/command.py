@@ -46,7 +46,7 @@ def run(chosen: argparse.Namespace) -> int:
             if file:
                 Path(file).write_text(drawn(listing, title))
     except OSError as error:
-        raise UsageError(f"cannot write {error.filename}: {error.strerror}; name a place that can be written") from None
+        raise UsageError(f"cannot write {error.filename}: {error.strerror}; name a path that can be written") from None
     if not chosen.html and not chosen.svg:
         print(as_text(listing, title))
     return 0

@@ -273,8 +273,8 @@ class RankRecorder(TorchFunctionMode):
             any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)) for value in (*args, *named.values())
         )
         outputs = tuple(map(TensorType.of, made))
-        for place, tensor in enumerate(made):
-            self.name(tensor, result if len(made) == 1 else f"{result}[{place}]")
+        for index, tensor in enumerate(made):
+            self.name(tensor, result if len(made) == 1 else f"{result}[{index}]")
             self._own_nodes(tensor.grad_fn, self._ops)
         self.record.events.append(
             RecordedCall(

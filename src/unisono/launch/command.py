@@ -100,7 +100,7 @@ def run(chosen: argparse.Namespace) -> int:
 def job_of(chosen: argparse.Namespace) -> LaunchJob:
     """The job of these options; UsageError if they are invalid."""
     named = _hosts(chosen)
-    placements = hosts.place(named, chosen.n)
+    placements = hosts.assign_ranks(named, chosen.n)
     for name in ("start_timeout", "timeout"):
         value = getattr(chosen, name)
         if value is not None and not 0 < value <= _LONGEST:

@@ -85,7 +85,7 @@ def parse_file(path: str | Path) -> list[Host]:
     return hosts
 
 
-def place(hosts: list[Host], n: int | None) -> list[Placement]:
+def assign_ranks(hosts: list[Host], n: int | None) -> list[Placement]:
     """Place n ranks (None: one for every slot) on the hosts in order; hosts without ranks are dropped."""
     slots = sum(host.slots for host in hosts)
     if n is None:

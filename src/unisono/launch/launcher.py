@@ -74,7 +74,7 @@ def without_hosts(job: LaunchJob, lost: Causes) -> LaunchJob:
     return replace(
         job,
         hosts=left,
-        placements=tuple(hosts.place(list(left), ranks)) if left else (),
+        placements=tuple(hosts.assign_ranks(list(left), ranks)) if left else (),
         environment={**job.environment, environment.LOST_HOSTS: ",".join([*known, *lost])},
     )
 

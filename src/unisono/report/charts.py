@@ -26,24 +26,24 @@ def line_chart(curves: Mapping[str, Sequence[tuple[float, float]]], unit: str, a
     across = (WIDTH - _LEFT - _RIGHT) / max(high_x - low_x, 1e-12)
     down = (HEIGHT - _TOP - _BOTTOM) / (high - low)
 
-    def place(x: float, y: float) -> tuple[float, float]:
+    def to_pixels(x: float, y: float) -> tuple[float, float]:
         return round(_LEFT + (x - low_x) * across, 1), round(HEIGHT - _BOTTOM - (y - low) * down, 1)
 
     parts = [f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">']
     for value in _ticks(low, high):
-        y = place(low_x, value)[1]
+        y = to_pixels(low_x, value)[1]
         parts.append(f'<line class="rule" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
         parts.append(f'<text class="soft" x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">{value:.4g}</text>')
     for value in _ticks(low_x, high_x):
-        x = place(value, low)[0]
+        x = to_pixels(value, low)[0]
         parts.append(f'<text class="soft" x="{x}" y="{HEIGHT - _BOTTOM + 16}" text-anchor="middle">{value:g}</text>')
     parts.append(f'<text class="soft" x="{WIDTH - _RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{escape(axis)}</text>')
     for hue, (name, curve) in zip(_hues(len(curves)), curves.items(), strict=True):
         drawn = thinned([(x, y) for x, y in curve if isfinite(y)])
-        placed = [place(x, y) for x, y in drawn]
-        path = " ".join(f"{x},{y}" for x, y in placed)
+        points = [to_pixels(x, y) for x, y in drawn]
+        path = " ".join(f"{x},{y}" for x, y in points)
         parts.append(f'<polyline fill="none" stroke="{hue}" stroke-width="2" points="{path}"/>')
-        for (x, y), (step, value) in zip(placed, drawn, strict=True):
+        for (x, y), (step, value) in zip(points, drawn, strict=True):
             title = f"{escape(name)} {value:.6g} {escape(unit)} at {escape(axis)} {step:g}"
             parts.append(f'<circle cx="{x}" cy="{y}" r="6" fill="{hue}" class="point"><title>{title}</title></circle>')
     return "\n".join([*parts, "</svg>", legend(list(curves))])

@@ -78,7 +78,7 @@ class Callback:
     the run on all ranks."""
 
     def on_start(self, engine: Engine, first_step: int, steps: int | None) -> None:
-        """Before the first step: steps done before (after a resume), and steps of the whole run."""
+        """Before the first step: steps done before (after a resume), and steps of the full run."""
 
     def on_step(self, engine: Engine, info: StepInfo) -> bool | None:
         """After each step."""

@@ -118,13 +118,13 @@ def predict(trainer: Trainer, inputs: Any, batch_size: int, device: torch.device
     for start in range(0, size, batch_size):
         part = batch_slice(inputs, start, min(start + batch_size, size), dim)
         held = batch_size_of(part, dim)
-        outputs = trainer.predict(_with_rows(part, least, dim))
+        outputs = trainer.predict(_padded(part, least, dim))
         dims = trainer.prediction_dims_of(outputs, max(held, least))
         parts.append(_first_samples(outputs, dims, max(held, least), held))
     return _joined(parts, dims)
 
 
-def _with_rows(inputs: Any, least: int, dim: BatchDim) -> Any:
+def _padded(inputs: Any, least: int, dim: BatchDim) -> Any:
     """The inputs, padded with the last sample if a pipeline needs more of them."""
     missing = least - batch_size_of(inputs, dim)
     if missing <= 0:

@@ -111,7 +111,7 @@ class Fit:
     # ---- the run -------------------------------------------------------------------------------------------------
 
     def run(self) -> History:
-        self._require_rows()
+        self._require_samples()
         self._require_skippable()
         is_resumed = self._restore()
         self.steps = self._last_step()
@@ -402,7 +402,7 @@ class Fit:
         else:
             self.engine.require_numbers()
 
-    def _require_rows(self) -> None:
+    def _require_samples(self) -> None:
         """Every batch, also the smallest, must have enough samples for the microbatches of a pipeline."""
         trainer = self.engine.ready
         parts = trainer.part[1] * trainer.plan.microbatches

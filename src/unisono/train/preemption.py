@@ -1,7 +1,7 @@
 """Preemption: SIGTERM, which schedulers send before they take a machine away.
 
 The signal reaches ranks at different times, so none may act on it alone: an all_reduce, which overlaps with the step,
-tells all ranks whether any of them has received it.
+informs all ranks whether any of them has received it.
 """
 
 from __future__ import annotations

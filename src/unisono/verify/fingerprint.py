@@ -100,7 +100,7 @@ class Deviation:
 def fingerprint(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """[norm, projections...] in float64. Linear in the tensor, but for the norm.
 
-    The elements are laid out as a matrix X of _COLUMNS columns; a projection is r X c, with random signs r that depend
+    The elements are viewed as a matrix X of _COLUMNS columns; a projection is r X c, with random signs r that depend
     on the name and c that do not: the signs of all elements take no memory, and X is read once.
     """
     tensor = tensor.detach()
@@ -381,7 +381,7 @@ def _gradient(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _global(trainer: Trainer, local: Mapping[str, torch.Tensor], owners: Mapping[str, torch.Tensor]) -> Tensors:
-    """The fingerprints of global tensors, of which ranks hold shards as the owners' layouts tell."""
+    """The fingerprints of global tensors, of which ranks hold shards by the owners' layouts."""
     names = list(local)
     found: Tensors = {}
     for begin in range(0, len(names), 16):

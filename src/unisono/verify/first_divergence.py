@@ -44,7 +44,7 @@ def find_first_divergence(
 ) -> str:
     """The first module in forward order, over all ranks, whose output is no part of the plain model's.
 
-    records: of the plain model and under the plan; they tell what differs where no activation does.
+    records: of the plain model and under the plan; they show what differs where no activation does.
     """
     found, compared = _first_on_this_rank(plan, comm.rank, plain, mine, tolerance)
     everyone: list[tuple[_Divergence | None, list[str]]] = comm.all_gather_object((found, compared))

@@ -60,7 +60,7 @@ class Float64Mode(TorchFunctionMode):
             return args[0].double()
         if func is torch.Tensor.cfloat:  # type: ignore[attr-defined]
             return args[0].cdouble()
-        if func in _GROUPED and _is_by_rows(*args, **(kwargs or {})):
+        if func in _GROUPED and _is_grouped_by_token(*args, **(kwargs or {})):
             self.replaced.add("grouped_mm")
             return _grouped_mm(*args, **(kwargs or {}))
         if func is torch.empty_strided and str((kwargs or {}).get("device")) == "meta":
@@ -83,23 +83,25 @@ _GROUPED = tuple(
 )
 
 
-def _is_by_rows(rows: torch.Tensor, matrices: torch.Tensor, offs: torch.Tensor | None = None, **_: Any) -> bool:
-    is_double = rows.dtype == matrices.dtype == torch.float64
-    return is_double and rows.dim() == 2 and matrices.dim() == 3 and offs is not None
+def _is_grouped_by_token(
+    tokens: torch.Tensor, matrices: torch.Tensor, offs: torch.Tensor | None = None, **_: Any
+) -> bool:
+    is_double = tokens.dtype == matrices.dtype == torch.float64
+    return is_double and tokens.dim() == 2 and matrices.dim() == 3 and offs is not None
 
 
 def _grouped_mm(
-    rows: torch.Tensor, matrices: torch.Tensor, offs: torch.Tensor, bias: torch.Tensor | None = None, **_: Any
+    tokens: torch.Tensor, matrices: torch.Tensor, offs: torch.Tensor, bias: torch.Tensor | None = None, **_: Any
 ) -> torch.Tensor:
     """Rows up to offs[0] times the first matrix, from there to offs[1] times the second, and so on; zeros after that.
     Without data, only the shape is right."""
-    if rows.is_meta:
-        products = rows @ matrices.sum(0)
+    if tokens.is_meta:
+        products = tokens @ matrices.sum(0)
     else:
         ends = offs.tolist()
         starts = [0, *ends[:-1]]
-        parts = [rows[start:end] @ each for start, end, each in zip(starts, ends, matrices.unbind(), strict=True)]
-        products = torch.cat([*parts, rows.new_zeros(len(rows) - ends[-1], matrices.shape[-1])])
+        parts = [tokens[start:end] @ each for start, end, each in zip(starts, ends, matrices.unbind(), strict=True)]
+        products = torch.cat([*parts, tokens.new_zeros(len(tokens) - ends[-1], matrices.shape[-1])])
     return products if bias is None else products + bias
 
 

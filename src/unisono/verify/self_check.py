@@ -9,7 +9,7 @@ everything back. Where they differ by more than rounding, the run stops before a
     check="full"   the full model on the full first batch, whatever it takes
     check="off"    nothing is proved
 
-`trainer.proof` tells in one line what was proved, or why nothing could be.
+`trainer.proof` has in one line what was proved, or why nothing could be.
 """
 
 from __future__ import annotations
@@ -352,7 +352,7 @@ class _Proof:
                 warnings.simplefilter("ignore")  # those of the plan were given for the user's own model
                 verdict = verify_here(self._comm, task, self._plan, steps=2)
         except UnisonoError:
-            return found  # an operation without float64, say: what is proved in float32 stands
+            return found  # for example an operation without float64: what is proved in float32 stands
         worst = {each.kind: each for each in verdict.worst}
         if any(not each.deviation <= _FAULT_IN_FLOAT64 for each in verdict.worst):
             most = max(verdict.worst, key=lambda each: each.deviation)

@@ -93,7 +93,7 @@ def verify_all(
 ) -> list[Verdict]:
     """Verify plans that need the same number of ranks; `on_verdict` gets each verdict as soon as it is known.
 
-    Where the task cannot run in float64 (a kernel has none), it is proved in float32, and the verdict's note says so.
+    Where the task cannot run in float64 (a kernel has none), it is proved in float32, which is in the verdict's note.
     """
     sizes = {plan.world for plan in plans}
     if len(sizes) != 1:

@@ -77,7 +77,7 @@ def number_buffer(memory: torch.Tensor) -> Buffer:
     return MPI.memory.fromaddress(memory.data_ptr(), memory.nbytes), NUMBERS[memory.dtype]
 
 
-def pieces(memory: torch.Tensor) -> Iterator[torch.Tensor]:
+def chunks_of(memory: torch.Tensor) -> Iterator[torch.Tensor]:
     """Contiguous memory in chunks that one MPI call can take."""
     if memory.numel() <= AT_ONCE:
         yield memory

@@ -22,6 +22,7 @@ from unisono.comm.mpi.buffers import (
     NUMBERS,
     OPS,
     Buffer,
+    chunks_of,
     computable,
     is_plain,
     joined,
@@ -30,7 +31,6 @@ from unisono.comm.mpi.buffers import (
     land_parts,
     number_buffer,
     overlap,
-    pieces,
     raw_buffer,
     raw_parts,
     readable,
@@ -66,7 +66,7 @@ def broadcast(tensor: torch.Tensor, root: int, rank: int) -> MPICall:
 
 
 def _broadcast_steps(memory: torch.Tensor, root: int) -> list[Step]:
-    return [("Ibcast", (raw_buffer(piece), root)) for piece in pieces(memory)]
+    return [("Ibcast", (raw_buffer(chunk), root)) for chunk in chunks_of(memory)]
 
 
 def all_reduce(tensor: torch.Tensor, op: str, factor: Factor | None, size: int) -> MPICall:
@@ -79,7 +79,7 @@ def all_reduce(tensor: torch.Tensor, op: str, factor: Factor | None, size: int) 
         return MPICall("all_reduce", [gather], [tensor], (sent, received), _folding(reduction, received, tensor))
     wire = computable(wire)
     steps: list[Step] = [
-        ("Iallreduce", (MPI.IN_PLACE, number_buffer(piece), OPS[reduction.wire_op])) for piece in pieces(wire)
+        ("Iallreduce", (MPI.IN_PLACE, number_buffer(chunk), OPS[reduction.wire_op])) for chunk in chunks_of(wire)
     ]
     return MPICall("all_reduce", steps, [tensor], (wire,), _finishing(reduction, wire, tensor, size))
 
@@ -94,7 +94,7 @@ def reduce(tensor: torch.Tensor, root: int, op: str, factor: Factor | None, rank
         fold = _folding(reduction, received, tensor) if rank == root else None
         return MPICall("reduce", [gather], [tensor], (sent, received), fold)
     wire = computable(wire)
-    steps = [_reduce_step(piece, piece, root, rank, OPS[reduction.wire_op]) for piece in pieces(wire)]
+    steps = [_reduce_step(chunk, chunk, root, rank, OPS[reduction.wire_op]) for chunk in chunks_of(wire)]
     finish = _finishing(reduction, wire, tensor, size) if rank == root else None
     return MPICall("reduce", steps, [tensor], (wire,), finish)
 
@@ -137,11 +137,11 @@ def _all_gather_steps(
 ) -> tuple[list[Step], torch.Tensor]:
     """The steps, and the memory that they send from."""
     if received.numel() > buffers.AT_ONCE:
-        places = received.view(-1).split(counts)
-        ready(places[rank].copy_(sent.view(-1)))
-        return [step for root, place in enumerate(places) for step in _broadcast_steps(place, root)], sent
-    own_place = received.data_ptr() + sum(counts[:rank]) * received.itemsize
-    in_place = sent.data_ptr() == own_place and sent.numel() > 0
+        slots = received.view(-1).split(counts)
+        ready(slots[rank].copy_(sent.view(-1)))
+        return [step for root, slot in enumerate(slots) for step in _broadcast_steps(slot, root)], sent
+    own_address = received.data_ptr() + sum(counts[:rank]) * received.itemsize
+    in_place = sent.data_ptr() == own_address and sent.numel() > 0
     sent = sent if in_place else _apart(sent, received)
     given = MPI.IN_PLACE if in_place else raw_buffer(sent)
     if min(counts) == max(counts):
@@ -160,13 +160,14 @@ def gather_into(output: torch.Tensor | None, input: torch.Tensor, root: int) -> 
 
 
 def scatter_from(output: torch.Tensor, chunks: Sequence[torch.Tensor] | torch.Tensor | None, root: int) -> MPICall:
-    """Equal parts, which the root alone has, as a list or rows. Does not match `scatter` on another rank."""
+    """Equal parts, which the root alone has, as a list or one tensor of them. Does not match `scatter` on another
+    rank."""
     output = _data(output)
     received = writable(output)
     sent: tuple[torch.Tensor, ...] = ()
     if chunks is not None:
-        rows = chunks if isinstance(chunks, torch.Tensor) else joined([_data(chunk) for chunk in chunks])
-        sent = (_apart(readable(_data(rows)), received),)
+        sent_chunks = chunks if isinstance(chunks, torch.Tensor) else joined([_data(chunk) for chunk in chunks])
+        sent = (_apart(readable(_data(sent_chunks)), received),)
     step = ("Iscatter", (raw_buffer(sent[0]) if sent else None, raw_buffer(received), root))
     return MPICall("scatter", [step], [output], (received, *sent), _landing(received, output))
 
@@ -259,20 +260,20 @@ def _reduce_scatter(
 
 
 def _reduce_to_each(sent: torch.Tensor, received: torch.Tensor, counts: list[int], rank: int, op: MPI.Op) -> list[Step]:
-    """A reduce-scatter too long for one call, as a reduce to every rank in turn."""
+    """A reduce-scatter too long for one call, as a reduce to one rank after the other."""
     steps = []
     for root, part in enumerate(sent.view(-1).split(counts)):
-        into = list(pieces(received.view(-1))) if rank == root else list(pieces(part))
-        for piece, place in zip(pieces(part), into, strict=True):
-            steps.append(_reduce_step(piece, place, root, rank, op))
+        into = list(chunks_of(received.view(-1))) if rank == root else list(chunks_of(part))
+        for chunk, slot in zip(chunks_of(part), into, strict=True):
+            steps.append(_reduce_step(chunk, slot, root, rank, op))
     return steps
 
 
-def _reduce_step(piece: torch.Tensor, place: torch.Tensor, root: int, rank: int, op: MPI.Op) -> Step:
+def _reduce_step(chunk: torch.Tensor, slot: torch.Tensor, root: int, rank: int, op: MPI.Op) -> Step:
     if rank != root:
-        return "Ireduce", (number_buffer(piece), None, op, root)
-    sent = MPI.IN_PLACE if piece.data_ptr() == place.data_ptr() else number_buffer(piece)
-    return "Ireduce", (sent, number_buffer(place), op, root)
+        return "Ireduce", (number_buffer(chunk), None, op, root)
+    sent = MPI.IN_PLACE if chunk.data_ptr() == slot.data_ptr() else number_buffer(chunk)
+    return "Ireduce", (sent, number_buffer(slot), op, root)
 
 
 def all_to_all_single(
@@ -282,7 +283,7 @@ def all_to_all_single(
     input_splits: Sequence[int],
     size: int,
 ) -> MPICall:
-    """Splits count rows (first dimension), one a rank; empty for equal parts."""
+    """Splits are lengths of dim 0, one a rank; empty for equal parts."""
     _same_dtype("all_to_all", output, input)
     output, input = _data(output), _data(input)
     output_counts = _split_counts("output", output, output_splits, size)
@@ -326,14 +327,14 @@ def all_to_all(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], 
 
 def send(tensor: torch.Tensor, to: int, tag: int) -> MPICall:
     memory = readable(_data(tensor))
-    steps: list[Step] = [("Isend", (raw_buffer(piece), to, tag)) for piece in pieces(memory)]
+    steps: list[Step] = [("Isend", (raw_buffer(chunk), to, tag)) for chunk in chunks_of(memory)]
     return MPICall("send", steps, [tensor], (memory,))
 
 
 def receive(tensor: torch.Tensor, source: int, tag: int) -> MPICall:
     tensor = _data(tensor)
     memory = writable(tensor)
-    steps: list[Step] = [("Irecv", (raw_buffer(piece), source, tag)) for piece in pieces(memory)]
+    steps: list[Step] = [("Irecv", (raw_buffer(chunk), source, tag)) for chunk in chunks_of(memory)]
     status = MPI.Status()
 
     def finish() -> None:
@@ -388,9 +389,9 @@ def _finishing(reduction: Reduction, wire: torch.Tensor, tensor: torch.Tensor, s
     return partial(reduction.from_wire, wire, tensor, size)
 
 
-def _parts(wire: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a rank sends of a reduction that is folded, and the memory for what it gets of `rows` ranks."""
-    return readable(wire), ready(wire.new_empty((rows, wire.numel())))
+def _parts(wire: torch.Tensor, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a rank sends of a reduction that is folded, and the memory for what it gets of `ranks` ranks."""
+    return readable(wire), ready(wire.new_empty((ranks, wire.numel())))
 
 
 def _folding(reduction: Reduction, parts: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
@@ -413,13 +414,15 @@ def _apart(sent: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
 
 
 def _split_counts(side: str, tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
-    rows = tensor.shape[0] if tensor.dim() else 1
+    length = tensor.shape[0] if tensor.dim() else 1
     if not splits:
-        if rows % size:
-            raise UsageError(f"all_to_all over {size} ranks cannot cut {side} of {rows} rows equally; pass splits")
-        splits = [rows // size] * size
-    if len(splits) != size or sum(splits) != rows:
-        raise UsageError(f"all_to_all over {size} ranks was given {side} splits {list(splits)} for {rows} rows")
+        if length % size:
+            raise UsageError(
+                f"all_to_all over {size} ranks cannot split {side} of length {length} equally; pass splits"
+            )
+        splits = [length // size] * size
+    if len(splits) != size or sum(splits) != length:
+        raise UsageError(f"all_to_all over {size} ranks was given {side} splits {list(splits)} for length {length}")
     row = prod(tensor.shape[1:])
     return [split * row for split in splits]
 

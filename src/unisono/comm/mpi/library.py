@@ -99,7 +99,7 @@ def _check_world(MPI: Any, rank: int, size: int) -> None:
     mpi_rank, mpi_size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
     if (rank, size) == (mpi_rank, mpi_size):
         return
-    asked = f"rank {rank} of {size} was asked for, but MPI says that this is rank {mpi_rank} of {mpi_size}"
+    asked = f"rank {rank} of {size} was asked for, but for MPI this is rank {mpi_rank} of {mpi_size}"
     if mpi_size > 1:
         raise UsageError(f"{asked}; leave rank and world_size to MPI, or start {size} ranks")
     library = MPI.Get_library_version().split(",")[0].splitlines()[0]

@@ -3,9 +3,10 @@
 All ranks connect to one key-value store. Each registers its rank; when a rank is missing, registered twice, or comes
 from another job (a stale file), the error names it and the reason.
 
-Note: worlds one after the other. A process may leave its world and join the same others again in the same place. At an
-address, rank 0 keeps the store that it opened there and numbers the worlds in it: a rank that comes before the next one
-is opened finds the last one over, and waits. Where an agent keeps the store, or at a file, each rank counts by itself.
+Note: worlds one after the other. A process may leave its world and join the same others again at the same address. At
+an address, rank 0 keeps the store that it opened there and numbers the worlds in it: a rank that comes before the next
+one is opened finds the last one over, and waits. Where an agent keeps the store, or at a file, each rank counts by
+itself.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Rendezvous:
 
 def rendezvous(info: RankInfo, timeout: float) -> Rendezvous:
     """Reach the store and wait until every rank has registered."""
-    # Whoever names a place to meet knows when the others come; a launcher may start ranks slowly.
+    # Whoever gives a rendezvous address knows when the others come; a launcher may start ranks slowly.
     timeout = min(timeout if info.url else max(timeout, START), MOST_WAIT)
     store = _open_store(info, timeout)
     registry = dist.PrefixStore("unisono/rendezvous", store)
@@ -193,7 +194,7 @@ def _store_over_mpi(info: RankInfo, timeout: float) -> dist.Store:
     world = MPI.COMM_WORLD
     if (world.rank, world.size) != (info.rank, info.size):
         raise CommError(
-            f"mpiexec says rank {info.rank} of {info.size}, but mpi4py's library says {world.rank} of {world.size}: "
+            f"mpiexec gives rank {info.rank} of {info.size}, but mpi4py's library gives {world.rank} of {world.size}: "
             "mpiexec and mpi4py belong to different MPI libraries; run `unisono doctor`"
         )
     one_host = len(set(world.allgather(socket.gethostname()))) == 1
@@ -218,7 +219,7 @@ def _register(store: dist.Store, info: RankInfo) -> None:
 def _refusal(info: RankInfo, reason: str) -> CommError:
     if info.how == launcher_env.FILE:
         return CommError(f"{info.url} was left by an earlier job ({reason}): delete it or name another file")
-    return CommError(f"two processes claim the same place in the world ({reason}): give every process its own rank")
+    return CommError(f"two processes claim the same rank of the world ({reason}): give every process its own rank")
 
 
 def _wait_for_all(store: dist.Store, info: RankInfo, timeout: float) -> list[str]:

@@ -1,7 +1,7 @@
 """The consistency check: do all ranks of a group run the same operations?
 
 A collective is described by a `Signature`: its kind, what it is given (root, reduction), the tensor's dtype and length.
-Signatures of the same number must agree on all ranks of a group. They are compared at two moments:
+Signatures of the same number must agree on all ranks of a group. They are compared twice:
 
 - With `--check`, before each collective starts (`agree`). The first rank to reach a group's n-th collective leaves its
   signature in the store; later ones compare theirs with it, and stop when they differ. No rank waits for another, so
@@ -75,7 +75,7 @@ class Consistency:
         self._logs = logs
         self._disagreed = disagreed
         self._period = 1.0 + size / 500  # seconds; thousands of ranks must not crowd their store
-        self._next = self._moment()
+        self._next = self._next_time()
         self._left: dict[str, int] = {}  # how many operations of a group this rank has left in the store
 
     def agree(self, log: OpLog, store: dist.Store) -> None:
@@ -93,7 +93,7 @@ class Consistency:
             store.delete_key(key)
             store.delete_key(f"{key}/came")
 
-    def _moment(self) -> float:
+    def _next_time(self) -> float:
         """The next one that is common to all ranks whose clocks agree."""
         return (math.floor(time.time() / self._period) + 1) * self._period
 
@@ -105,7 +105,7 @@ class Consistency:
         """The first difference from the neighbour; None where there is none, or the period is not over."""
         if self.seconds_left:
             return None
-        self._next = self._moment()
+        self._next = self._next_time()
         return self._compare(neighbours=(-1,))
 
     def last_difference(self) -> Mismatch | None:
@@ -137,7 +137,7 @@ class Consistency:
     def _report(self, log: OpLog, mine: Recent, number: int) -> str:
         known: dict[int, Recent] = {self._rank: mine}
         deadline = time.monotonic() + 3 * self._period  # on a busy machine ranks may miss a moment
-        while len(known) < len(log.ranks) and time.monotonic() < deadline:  # others come to the same moment later
+        while len(known) < len(log.ranks) and time.monotonic() < deadline:  # others get there later
             for rank in set(log.ranks) - known.keys():
                 theirs = self._read(log.group, rank)
                 if number in theirs:

@@ -1,7 +1,7 @@
 """A crash note: a small file with the last operation that a rank began, which other ranks read after it died.
 
 gloo aborts a process that is sent more than it expects, and the kernel kills one when memory runs out: such a rank
-cannot report where it was. The file is mapped into memory, so writing it costs no system call. Under a launcher it lies
+cannot report where it was. The file is mapped into memory, so writing it costs no system call. Under a launcher it is
 beside the rank's failure record, and the launcher reads and removes it.
 """
 
@@ -19,7 +19,7 @@ from types import FrameType
 
 import torch
 
-from unisono.comm.watchdog.op_log import P2P, OpLog, describe, frame_place
+from unisono.comm.watchdog.op_log import P2P, OpLog, describe, frame_location
 from unisono.launch.outcome import failure
 
 _SIZE = 4096
@@ -53,7 +53,7 @@ class CrashNote:
         shown = (f"{op}({detail})" if detail else op) + ("" if log.is_p2p else f" #{log.entered}")
         is_world = log.group.removesuffix(P2P) == "world"
         group = "" if is_world else f" in the group of ranks {','.join(map(str, log.ranks))}"
-        data = f"{shown}{what} at {frame_place(frame)}{group}\n".encode()[-_SIZE:]
+        data = f"{shown}{what} at {frame_location(frame)}{group}\n".encode()[-_SIZE:]
         self._map[: len(data)] = data
 
     def address(self) -> str:

@@ -30,16 +30,16 @@ class LoggedOp(NamedTuple):
     number: int  # from 1
     op: str
     what: str  # dtype and shape, or nothing
-    place: str  # file:line of the call
+    location: str  # file:line of the call
 
     @classmethod
     def of(cls, record: Record) -> LoggedOp:
         number, op, detail, shape, dtype, code, instruction = record
         what = "" if shape is None or dtype is None else describe(shape, dtype)
-        return cls(number, f"{op}({detail})" if detail else op, what, place(code, line_of(code, instruction)))
+        return cls(number, f"{op}({detail})" if detail else op, what, location(code, line_of(code, instruction)))
 
     def __str__(self) -> str:
-        return f"{self.op} #{self.number}{self.what and ' '}{self.what} at {self.place}"
+        return f"{self.op} #{self.number}{self.what and ' '}{self.what} at {self.location}"
 
 
 class OpLog:
@@ -112,7 +112,7 @@ def line_of(code: CodeType, instruction: int) -> int:
     return code.co_firstlineno
 
 
-def place(code: CodeType, line: int) -> str:
+def location(code: CodeType, line: int) -> str:
     """file:line, the path relative to the working directory where the file is below it."""
     return f"{_shown(code.co_filename)}:{line}"
 
@@ -123,5 +123,5 @@ def _shown(path: str) -> str:
     return path if relative.startswith("..") else relative
 
 
-def frame_place(frame: FrameType) -> str:
-    return place(frame.f_code, frame.f_lineno)
+def frame_location(frame: FrameType) -> str:
+    return location(frame.f_code, frame.f_lineno)

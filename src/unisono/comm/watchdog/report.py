@@ -30,12 +30,12 @@ class RankState:
     """What a rank reports of itself."""
 
     rank: int
-    place: str  # where its main thread stands in the user's code
+    location: str  # where its main thread stands in the user's code
     torch_call: str  # the torch.distributed call it stands in, if any
     groups: dict[str, GroupState] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, rank: int, place: str, torch_call: str, logs: Sequence[OpLog]) -> RankState:
+    def of(cls, rank: int, location: str, torch_call: str, logs: Sequence[OpLog]) -> RankState:
         groups = {}
         for log in logs:
             recent = [log.entry(number) for number in range(max(1, log.entered - RECENT + 1), log.entered + 1)]
@@ -43,7 +43,7 @@ class RankState:
                 recent.insert(0, log.entry(log.pending))
             known = tuple(entry for entry in recent if entry is not None)
             groups[log.group] = GroupState(log.ranks, log.pending, log.entered, known)
-        return cls(rank, place, torch_call, groups)
+        return cls(rank, location, torch_call, groups)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -54,7 +54,7 @@ class RankState:
             name: GroupState(tuple(g["ranks"]), g["pending"], g["entered"], tuple(LoggedOp(*e) for e in g["recent"]))
             for name, g in data["groups"].items()
         }
-        return cls(data["rank"], data["place"], data["torch_call"], groups)
+        return cls(data["rank"], data["location"], data["torch_call"], groups)
 
     @property
     def waiting(self) -> tuple[str, int] | None:
@@ -110,8 +110,8 @@ def _known(state: RankState, name: str, number: int) -> Stuck:
     return (name, number, entry.op, entry.what) if entry else (name, number, "", "")
 
 
-def _most_common(places: Iterable[Stuck | None]) -> Stuck | None:
-    counts = Counter(where for where in places if where is not None)
+def _most_common(locations: Iterable[Stuck | None]) -> Stuck | None:
+    counts = Counter(where for where in locations if where is not None)
     return max(counts, key=lambda where: (counts[where], -where[1])) if counts else None
 
 
@@ -133,7 +133,7 @@ def _phrase(state: RankState, stuck: Stuck | None, dispute: Dispute | None) -> s
 
 
 def _now(state: RankState, where: Stuck | None) -> str:
-    return f"are at {state.place}" if where is None else f"are in {_shown(state, *where[:2])}"
+    return f"are at {state.location}" if where is None else f"are in {_shown(state, *where[:2])}"
 
 
 def _shown(state: RankState, name: str, number: int) -> str:
@@ -146,10 +146,10 @@ def _idle(state: RankState, stuck: Stuck | None) -> str:
         return f"are in {state.torch_call}"
     group = state.groups.get(stuck[0]) if stuck else None
     if group is None:
-        return f"are at {state.place}"
+        return f"are at {state.location}"
     if not group.entered:
-        return f"have not entered any collective and are at {state.place}"
-    return f"have not entered any collective since #{group.entered} and are at {state.place}"
+        return f"have not entered any collective and are at {state.location}"
+    return f"have not entered any collective since #{group.entered} and are at {state.location}"
 
 
 def _of_group(state: RankState, name: str) -> str:

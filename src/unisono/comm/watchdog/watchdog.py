@@ -28,7 +28,7 @@ from unisono.comm.watchdog import crash_note, report
 from unisono.comm.watchdog.consistency import Consistency, Mismatch, TorchCalls
 from unisono.comm.watchdog.crash_note import CrashNote
 from unisono.comm.watchdog.exits import Exits, is_of_one_root
-from unisono.comm.watchdog.op_log import OpLog, caller, describe, frame_place
+from unisono.comm.watchdog.op_log import OpLog, caller, describe, frame_location
 from unisono.errors import CommError, HangError, MessageError, UnisonoError
 from unisono.launch.outcome import failure
 from unisono.launch.process_threads import frames_of
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from unisono.comm.mpi.work import MPIOperation  # imports mpi4py
 
 ANSWER_TIME = 5.0  # seconds that ranks get to report their state
-MARGIN = 60.0  # seconds by which torch's own timeout comes later than the watchdog's, whose report says more
+MARGIN = 60.0  # seconds by which torch's own timeout comes later than the watchdog's, whose report has more
 EXIT_GRACE = 3.0  # seconds that a rank keeps the store for others that leave after it
 LOST_TIME = 1.0  # seconds that ranks may stay blocked after another has gone
 ARRIVAL_TIME = 2.0  # seconds that ranks get to reach a collective that has failed on another, before the report is made
@@ -111,7 +111,7 @@ class Watchdog:
                 self.torch_calls.wrap()
 
     def stop(self) -> None:
-        """End the watchdog of a world that is shut down in order. HangError where ranks turn out to have differed."""
+        """End the watchdog of a world that is shut down in order. HangError where ranks have differed."""
         if self.torch_calls is not None:
             self.torch_calls.unwrap()
         self._stopping.set()
@@ -360,14 +360,14 @@ class Watchdog:
         underway = _underway()
         what = ", ".join(describe(each.shape, each.dtype) for each in underway.outputs[:1]) if underway else ""
         note = f" ({underway.name} {what} is under way)" if underway else ""
-        return report.RankState.of(self.rank, self._place() + note, self._torch_call(), self._logs)
+        return report.RankState.of(self.rank, self._location() + note, self._torch_call(), self._logs)
 
-    def _place(self) -> str:
+    def _location(self) -> str:
         frames = frames_of(self._main)
         for frame in frames:
             if not frame.f_code.co_filename.startswith(_LIBRARIES):
-                return frame_place(frame)
-        return frame_place(frames[0]) if frames else "its end"
+                return frame_location(frame)
+        return frame_location(frames[0]) if frames else "its end"
 
     def _torch_frame(self) -> FrameType | None:
         """The frame of the torch.distributed collective that the user's own code is in, if any."""
@@ -382,7 +382,7 @@ class Watchdog:
             return ""
         tensors = [value for value in frame.f_locals.values() if isinstance(value, torch.Tensor)]
         what = f" {describe(tensors[0].shape, tensors[0].dtype)}" if tensors else ""
-        return f"torch.distributed.{frame.f_code.co_name}{what} at {self._place()}"
+        return f"torch.distributed.{frame.f_code.co_name}{what} at {self._location()}"
 
     # ---- leaving -------------------------------------------------------------------------------------------------
 
@@ -421,7 +421,7 @@ class Watchdog:
             if isinstance(error, HangError):
                 return  # the report has been shown, once for all ranks
             innermost = _innermost(trace)
-            where = f" at {frame_place(innermost.tb_frame)}" if innermost else ""
+            where = f" at {frame_location(innermost.tb_frame)}" if innermost else ""
             self._exit(f"have raised {kind.__name__}: {error}{where} and exited", False)
             earlier(kind, error, trace)
 

@@ -1,7 +1,7 @@
 """VQNet's numbers of devices: 0 is the CPU, 1000 + k the k-th GPU.
 
 A program written for GPUs runs without any: on a machine that has none, 1000 + k is the CPU too. With fewer GPUs than
-asked for, ranks share them in turn.
+asked for, ranks share them round-robin.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ class IndexReader(StorageReader):
         """`stored`: {name: {"dtype", "shape", "chunks": [Stored]}}, only names that will be read."""
         self._folder = folder
         self._stored = stored
-        self._places = {
+        self._chunks = {
             MetadataIndex(name, chunk.offsets): (chunk, about["dtype"])
             for name, about in stored.items()
             for chunk in about["chunks"]
@@ -229,7 +229,7 @@ class IndexReader(StorageReader):
     @torch.no_grad()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
-            chunk, dtype = self._places[item.storage_index]
+            chunk, dtype = self._chunks[item.storage_index]
             content = self._mapped(chunk.file)[chunk.begin : chunk.end].view(getattr(torch, dtype)).view(chunk.sizes)
             for dim, (first, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 content = content.narrow(dim, first, length)

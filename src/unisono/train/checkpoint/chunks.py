@@ -31,8 +31,8 @@ class Chunk(NamedTuple):
         """Its slices of this rank's shard."""
         return tuple(slice(first, first + size) for first, size in zip(self.local, self.sizes, strict=True))
 
-    def rows(self, first: int, last: int) -> Chunk:
-        """Some of its rows."""
+    def narrow(self, first: int, last: int) -> Chunk:
+        """A slice of it along dim 0."""
         return Chunk(
             (self.offsets[0] + first, *self.offsets[1:]),
             (last - first, *self.sizes[1:]),
@@ -40,7 +40,7 @@ class Chunk(NamedTuple):
         )
 
 
-def whole_chunk(shape: Sequence[int]) -> Chunk:
+def full_chunk(shape: Sequence[int]) -> Chunk:
     return Chunk((0,) * len(shape), tuple(shape), (0,) * len(shape))
 
 
@@ -79,8 +79,8 @@ def written_chunks(name: str, chunks: Sequence[Chunk], itemsize: int, layout: La
     for chunk in chunks:
         size = math.prod(chunk.sizes) * itemsize
         if chunk.sizes and chunk.sizes[0] >= count and size >= count * MIN_SPLIT:
-            rows = Split.even((), 0, chunk.sizes[0], count).held[index]
-            mine.append(chunk.rows(rows[0], rows[-1] + 1))
+            part = Split.even((), 0, chunk.sizes[0], count).held[index]
+            mine.append(chunk.narrow(part[0], part[-1] + 1))
         elif zlib.crc32(name.encode()) % count == index:
             mine.append(chunk)
     return mine

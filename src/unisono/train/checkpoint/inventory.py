@@ -22,7 +22,7 @@ from unisono.mesh.mesh import Mesh
 from unisono.parallel.layout import Layout, layout_of
 from unisono.parallel.optimizer_state import full_shape
 from unisono.parallel.trainer import Trainer
-from unisono.train.checkpoint.chunks import Chunk, held_chunks, whole_chunk, writes_metadata, written_chunks
+from unisono.train.checkpoint.chunks import Chunk, full_chunk, held_chunks, writes_metadata, written_chunks
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]  # of a model: by name, the full shape and the dtype
 
@@ -133,7 +133,7 @@ class _InventoryCollector:
         self.inventory.entries.append(Entry(entry, tensor.detach(), shape, held, written))
 
     def _add_common(self, entry: str, tensor: torch.Tensor) -> None:
-        chunk = whole_chunk(tensor.shape)
+        chunk = full_chunk(tensor.shape)
         chunks = [chunk] if tensor.numel() else []
         self.inventory.entries.append(Entry(entry, tensor, tuple(tensor.shape), chunks, chunks))
 

@@ -18,7 +18,7 @@ from unisono.parallel.optimizer_state import full_shape
 from unisono.parallel.trainer import Trainer
 from unisono.parallel.zero.zero import ShardedOptimizer
 from unisono.train.checkpoint.chunk_files import IndexReader
-from unisono.train.checkpoint.chunks import Chunk, held_chunks, whole_chunk
+from unisono.train.checkpoint.chunks import Chunk, full_chunk, held_chunks
 from unisono.train.checkpoint.dcp_planners import ChunkLoadPlanner
 from unisono.train.checkpoint.inventory import Entry, decoded, dtype_name, named_tensors
 from unisono.train.checkpoint.manifest import Manifest
@@ -44,7 +44,7 @@ def full_entry(name: str, manifest: Manifest, device: torch.device | str = "cpu"
         raise CheckpointError(f"the checkpoint has no {name}")
     shape = tuple(about["shape"])
     tensor = torch.empty(shape, dtype=getattr(torch, about["dtype"]), device=device)
-    return Entry(name, tensor, shape, [whole_chunk(shape)] if tensor.numel() else [], [])
+    return Entry(name, tensor, shape, [full_chunk(shape)] if tensor.numel() else [], [])
 
 
 @dataclass

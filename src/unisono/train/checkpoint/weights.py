@@ -28,7 +28,7 @@ from unisono.parallel.trainer import Trainer
 from unisono.parallel.zero.zero import ShardedOptimizer
 from unisono.train.checkpoint.checkpoints import Checkpoints
 from unisono.train.checkpoint.chunk_files import SAFE_NAMES, Described, bytes_of, safetensors_header
-from unisono.train.checkpoint.chunks import held_chunks, whole_chunk
+from unisono.train.checkpoint.chunks import full_chunk, held_chunks
 from unisono.train.checkpoint.inventory import Entry, named_tensors, nonpersistent_buffers
 from unisono.train.checkpoint.manifest import NAME as MANIFEST
 from unisono.train.checkpoint.manifest import Manifest, shown
@@ -125,7 +125,7 @@ def import_weights(
         entries = [_sharded(name, tensor, model) for name, tensor in tensors.items()]
     else:
         tensors, known = _named(model), set(model.state_dict())
-        entries = [Entry(name, t.detach(), tuple(t.shape), [whole_chunk(t.shape)], []) for name, t in tensors.items()]
+        entries = [Entry(name, t.detach(), tuple(t.shape), [full_chunk(t.shape)], []) for name, t in tensors.items()]
     module = model.model if isinstance(model, Trainer) else model
     found = _matched(entries, opened, module)
     unexpected = sorted(set(opened.shapes) - known - set(found.values()))

@@ -51,8 +51,8 @@ class CIFAR10_Dataset(Dataset[Any]):
 
 def _files(root: Path, mode: str) -> list[Path]:
     for folder, suffix in (("cifar-10-batches-bin", ".bin"), ("cifar-10-batches-py", "")):
-        for place in (root / folder, root):
-            found = [path for path in sorted(place.glob(f"{_MODES[mode]}*")) if path.suffix == suffix]
+        for folder_or_root in (root / folder, root):
+            found = [path for path in sorted(folder_or_root.glob(f"{_MODES[mode]}*")) if path.suffix == suffix]
             if found:
                 return found
     raise UsageError(
@@ -66,8 +66,8 @@ def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
         data = np.fromfile(path, dtype=np.uint8)
         if not len(data) or len(data) % _RECORD:
             raise UsageError(f"{path} has {len(data)} bytes; expected a multiple of {_RECORD}: is it CIFAR-10's?")
-        rows = data.reshape(-1, _RECORD)
-        return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0].astype(np.int64)
+        records = data.reshape(-1, _RECORD)
+        return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].astype(np.int64)
     with path.open("rb") as file:
         try:
             content = _ArraysOnly(file, encoding="bytes").load()

@@ -45,8 +45,8 @@ class TransformResize:
             wanted = (round(height * scale), round(width * scale))
         else:
             wanted = (self.size[0], self.size[1])
-        rows = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)[None].float()
-        scaled = F.interpolate(rows, wanted, mode="bilinear", antialias=True)[0].permute(1, 2, 0).numpy()
+        pixels = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)[None].float()
+        scaled = F.interpolate(pixels, wanted, mode="bilinear", antialias=True)[0].permute(1, 2, 0).numpy()
         return scaled.round().clip(0, 255).astype(np.uint8) if image.dtype == np.uint8 else scaled
 
 

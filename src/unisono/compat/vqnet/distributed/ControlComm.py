@@ -88,8 +88,8 @@ class CommController:
         self._of(group).broadcast(_memory(tensor, "broadcast"), _rank("broadcast", "root", root))
 
     def allgather_group(self, tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
-        pieces = self._of(group).all_gather(_memory(tensor, "allgather"))
-        return wrapped(torch.cat(pieces) if tensor.dim() else torch.stack(pieces))
+        shards = self._of(group).all_gather(_memory(tensor, "allgather"))
+        return wrapped(torch.cat(shards) if tensor.dim() else torch.stack(shards))
 
     all_gather_group = allgather_group
 
@@ -105,13 +105,13 @@ class CommController:
         """
         if not isinstance(model, nn.Module):
             raise UsageError(f"broadcast_model_params takes a Module, not a {type(model).__name__}")
-        whole = nn.Module()
+        model = nn.Module()
         for name, parameter in model.named_parameters():
             if not layout_of(parameter).splits:
-                whole.register_parameter(name.replace(".", "/"), parameter)
+                model.register_parameter(name.replace(".", "/"), parameter)
         for name, buffer in model.named_buffers():
-            whole.register_buffer(name.replace(".", "/"), buffer)
-        self.comm.broadcast_parameters(whole, _rank("broadcast_model_params", "root", root))
+            model.register_buffer(name.replace(".", "/"), buffer)
+        self.comm.broadcast_parameters(model, _rank("broadcast_model_params", "root", root))
 
 
 def _memory(tensor: torch.Tensor, op: str) -> torch.Tensor:
@@ -122,7 +122,7 @@ def _memory(tensor: torch.Tensor, op: str) -> torch.Tensor:
 
 
 def _rank(op: str, name: str, given: Any) -> int:
-    """A rank as a number; whether there is such a rank is the communicator's to say."""
+    """A rank as a number; the communicator checks whether there is such a rank."""
     rank = whole_number(given)
     if rank is None:
         raise UsageError(f"{op}: {name}={given!r}; expected a rank, which is a whole number")
@@ -137,9 +137,9 @@ def get_rank() -> int:
 def get_local_rank() -> int:
     """This process's rank on its host."""
     if not world.is_initialized():
-        told = find_rank_info().local_rank
-        if told is not None:
-            return told
+        local_rank = find_rank_info().local_rank
+        if local_rank is not None:
+            return local_rank
     return joined().local_rank
 
 

@@ -1,4 +1,4 @@
-"""Data cut into a part for each rank."""
+"""Data sharded over ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unisono.train.data import partitioner
 def split_data(x_train: Any, y_train: Any, shuffle: bool = False) -> tuple[Any, Any]:
     """This rank's part of samples and labels; parts differ by one sample at most, and none is left out.
 
-    Shuffled, samples are in the same new order on all ranks before they are cut.
+    Shuffled, samples are in the same new order on all ranks before they are sharded.
     """
     for name, given in (("x_train", x_train), ("y_train", y_train)):
         if not hasattr(given, "__getitem__") or getattr(given, "ndim", 1) == 0:

@@ -24,8 +24,8 @@ def joined(backend: str | None = None, rank: int | None = None, world_size: int 
     if not world.is_initialized():
         return world.init(_available(backend), rank=rank, world_size=world_size)
     comm = world.world()
-    for name, given, told in (("rank", rank, comm.rank), ("world_size", world_size, comm.size)):
-        if given is not None and given != told:
+    for name, given, actual in (("rank", rank, comm.rank), ("world_size", world_size, comm.size)):
+        if given is not None and given != actual:
             raise UsageError(f"{name}={given} was given, but this process is rank {comm.rank} of {comm.size}")
     return comm
 

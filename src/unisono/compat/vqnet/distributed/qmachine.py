@@ -38,27 +38,27 @@ _KEPT = 8  # compiled circuits of different forms
 _TOLERANCE = {torch.complex64: 1e-5, torch.complex128: 1e-10}
 
 
-def _places(kind: str, wires: Any) -> tuple[int, ...]:
+def _wires_of(kind: str, wires: Any) -> tuple[int, ...]:
     """Wires as numbers: of a number, a list, an array or a tensor."""
     listed = list(wires) if getattr(wires, "ndim", 1) and hasattr(wires, "__iter__") else [wires]
-    places = tuple(place for place in map(whole_number, listed) if place is not None)
-    if len(places) != len(listed):
+    positions = tuple(position for position in map(whole_number, listed) if position is not None)
+    if len(positions) != len(listed):
         raise UsageError(f"{kind}: wires={wires!r}; expected a whole number, or a list of them")
-    return places
+    return positions
 
 
-def _require_places(kind: str, places: tuple[int, ...]) -> None:
+def _require_wires(kind: str, positions: tuple[int, ...]) -> None:
     below, controls = CONTROLLED.get(kind, (kind, 0))
     wanted = gate(below).targets + controls
-    if len(places) != wanted or len(set(places)) != wanted:
+    if len(positions) != wanted or len(set(positions)) != wanted:
         different = f"{wanted} different wires" if wanted > 1 else "one wire"
-        raise UsageError(f"{kind}: wires={list(places)}; expected {different}")
+        raise UsageError(f"{kind}: wires={list(positions)}; expected {different}")
 
 
 class DistributeQMachine(Module):
     """`num_wires` qubits whose state is sharded over all ranks; every rank records the same gates on the same batch.
 
-    How many qubits ranks share follows from how many ranks run, whatever `set_qr_config` says: results do not depend on
+    How many qubits ranks share follows from how many ranks run, whatever `set_qr_config` sets: results do not depend on
     it.
     """
 
@@ -111,16 +111,16 @@ class DistributeQMachine(Module):
 
     def record(self, kind: str, wires: Wires, params: Any, use_dagger: bool) -> None:
         """Add a gate; see `qnn.vqc`."""
-        places = _places(kind, wires)
-        _require_places(kind, places)
+        positions = _wires_of(kind, wires)
+        _require_wires(kind, positions)
         values, is_own = self._values(kind, params)
         kept = self._own if is_own else self._shared
         stand_for = feature if is_own else weight
         angles: list[Affine] = [stand_for(len(kept) + number) for number in range(len(values))]
-        added = Circuit(self.num_wires).apply(kind, places, *angles)
+        added = Circuit(self.num_wires).apply(kind, positions, *angles)
         self.circuit.compose(added.inverse() if use_dagger else added)
         kept.extend(values)
-        self._form.append((kind, places, bool(use_dagger), is_own))
+        self._form.append((kind, positions, bool(use_dagger), is_own))
 
     def _values(self, kind: str, params: Any) -> tuple[list[torch.Tensor], bool]:
         """A gate's angles, one after the other, and whether each sample has its own."""
@@ -152,9 +152,9 @@ class DistributeQMachine(Module):
         comm = joined_if_many()
         real = torch.float32 if self.dtype == torch.complex64 else torch.float64
         home = next((each.device for each in (*self._own, *self._shared)), torch.device("cpu"))
-        rows = self.batchsize if self._own else 1  # all samples are alike where none has angles of its own
+        samples = self.batchsize if self._own else 1  # all samples are alike where none has angles of its own
         shared = torch.stack([each.to(home, real) for each in self._shared]) if self._shared else torch.zeros(0)
-        own = torch.stack([each.to(home, real) for each in self._own], 1) if self._own else torch.zeros(rows, 0)
+        own = torch.stack([each.to(home, real) for each in self._own], 1) if self._own else torch.zeros(samples, 0)
         shared, own = shared.to(home, real), own.to(home, real)
         if comm is not None and comm.size > 1:
             self._require_agreement(comm, observables, shared, own)

@@ -24,7 +24,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 
 
 class Settings:
-    """A dictionary whose keys are known: `known` says of each what it takes."""
+    """A dictionary whose keys are known: `known` has what each takes."""
 
     def __init__(self, where: str, given: Any, known: Mapping[str, str]) -> None:
         self._where, self._known = where, known
@@ -85,13 +85,13 @@ def optimizer_of(where: str, given: Any) -> Callable[[Any], Optimizer]:
 
 def _require_accepted(where: str, kind: Callable[..., Optimizer], options: Mapping[str, Any]) -> None:
     """Refuse values that torch refuses; where one is to blame, it is named."""
-    told = _refusal(kind, options)
-    if told is None:
+    refusal = _refusal(kind, options)
+    if refusal is None:
         return
-    alone = {key: said for key in options if (said := _refusal(kind, {key: options[key]})) is not None}
+    alone = {key: reason for key in options if (reason := _refusal(kind, {key: options[key]})) is not None}
     shown = {key: options[key] for key in (list(alone)[:1] or options)}
     listed = ", ".join(f"{key}={value!r}" for key, value in shown.items())
-    raise UsageError(f"{where}: {listed} is refused: {next(iter(alone.values()), told)}; expected values as torch's")
+    raise UsageError(f"{where}: {listed} is refused: {next(iter(alone.values()), refusal)}; expected values as torch's")
 
 
 def _refusal(kind: Callable[..., Optimizer], options: Mapping[str, Any]) -> str | None:

@@ -41,13 +41,13 @@ class ColumnParallelLinear(Module, linear.ColumnParallelLinear):
         self.name = name
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(_require_rows(self, x))
+        return super().forward(_require_matrix(self, x))
 
 
 class RowParallelLinear(Module, linear.RowParallelLinear):
     """Y = X A + b of which each rank has some rows of A: Y is full on all ranks.
 
-    X is this rank's shard, as ColumnParallelLinear gives it, or full: its width tells. Otherwise as there.
+    X is this rank's shard, as ColumnParallelLinear gives it, or full: its width decides. Otherwise as there.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class RowParallelLinear(Module, linear.RowParallelLinear):
         self.name = name
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.input_is_parallel = _require_rows(self, x).shape[-1] != self.in_features
+        self.input_is_parallel = _require_matrix(self, x).shape[-1] != self.in_features
         return super().forward(x)
 
 
-def _require_rows(layer: torch.nn.Module, x: Any) -> torch.Tensor:
+def _require_matrix(layer: torch.nn.Module, x: Any) -> torch.Tensor:
     name = type(layer).__name__
     if not isinstance(x, torch.Tensor):
         raise UsageError(f"{name} takes a tensor, not a {type(x).__name__}; make one with tensor.to_tensor")

@@ -72,7 +72,10 @@ class ZeroModelInitial(Module):
         batchnorm.convert(model, self._mesh)
         self._zero = zero_optimizer(model, self._mesh, make, stage)
         self.module = model
-        self._rows: dict[bool, set[int]] = {True: set(), False: set()}  # of forwards since, by whether in training
+        self._batch_sizes: dict[bool, set[int]] = {
+            True: set(),
+            False: set(),
+        }  # of forwards since, by whether in training
         self._has_gradients = False
 
     @property
@@ -80,33 +83,33 @@ class ZeroModelInitial(Module):
         return self._zero.optimizer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        rows = [leaf.shape[0] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+        sizes = [leaf.shape[0] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.ndim]
         if torch.is_grad_enabled():
-            self._rows[self.module.training].add(rows[0] if rows else 1)
+            self._batch_sizes[self.module.training].add(sizes[0] if sizes else 1)
         return wrapped(self.module(*plain(args), **plain(kwargs)))
 
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of the mean over all ranks' samples."""
-        if not any(self._rows.values()) or self._has_gradients:
-            raise UsageError(f"{_NAME}: call the model, backward(loss) and step() in turn, each once")
+        if not any(self._batch_sizes.values()) or self._has_gradients:
+            raise UsageError(f"{_NAME}: call the model, backward(loss) and step() in this order, each once")
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
             raise UsageError(f"{_NAME}: backward of {loss!r}; expected a loss that was computed from the outputs")
         if loss.numel() != 1:
             raise UsageError(f"{_NAME}: backward of a loss of shape {tuple(loss.shape)}; expected one number")
         plain(loss * self._share()).backward()
         self._zero.finish()
-        self._rows, self._has_gradients = {True: set(), False: set()}, True
+        self._batch_sizes, self._has_gradients = {True: set(), False: set()}, True
 
     def _share(self) -> float:
         """Of all ranks' samples, those that this rank trains on. Where forwards leave that open, all ranks refuse."""
-        rows = self._rows[True] or self._rows[False]
-        seen = self._comm.all_gather(torch.tensor([min(rows), max(rows)], device=self._comm.device))
+        sizes = self._batch_sizes[True] or self._batch_sizes[False]
+        seen = self._comm.all_gather(torch.tensor([min(sizes), max(sizes)], device=self._comm.device))
         counts = torch.stack(seen).cpu().double()
         shares = counts / counts.sum(0)
         if not torch.allclose(shares[:, 0], shares[:, 1]):
-            told = "; ".join(f"rank {rank} on {int(a)} to {int(b)}" for rank, (a, b) in enumerate(counts.tolist()))
+            listed = "; ".join(f"rank {rank} on {int(a)} to {int(b)}" for rank, (a, b) in enumerate(counts.tolist()))
             raise UsageError(
-                f"{_NAME}: backward after forwards of different numbers of samples ({told}); call the model under "
+                f"{_NAME}: backward after forwards of different numbers of samples ({listed}); call the model under "
                 "no_grad() where its output is not trained on"
             )
         return float(shares[self._comm.rank, 0])

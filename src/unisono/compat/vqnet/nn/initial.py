@@ -1,4 +1,4 @@
-"""Initial values: a VQNet initializer is given a shape and returns a tensor; torch's fill a tensor in place."""
+"""Initial values: a VQNet initializer is given a shape and returns a tensor; torch's fill a tensor in target."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def fill(tensor: torch.Tensor, initializer: Initializer | None, transposed: bool
     if getattr(initializer, "__module__", "") == "torch.nn.init":
         initializer(tensor)
         return
-    place = tensor.t() if transposed else tensor
-    shape = tuple(place.shape)
+    target = tensor.t() if transposed else tensor
+    shape = tuple(target.shape)
     made, name = initializer(list(shape)), getattr(initializer, "__name__", type(initializer).__name__)
     try:
         values = torch.as_tensor(made)
@@ -32,4 +32,4 @@ def fill(tensor: torch.Tensor, initializer: Initializer | None, transposed: bool
         raise UsageError(f"initializer {name} gave {made!r}; expected a tensor of shape {shape}") from None
     if tuple(values.shape) != shape:
         raise UsageError(f"initializer {name} gave a tensor of shape {tuple(values.shape)}; expected {shape}")
-    place.copy_(values)
+    target.copy_(values)

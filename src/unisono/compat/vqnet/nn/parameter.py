@@ -17,7 +17,7 @@ def Parameter(
 ) -> nn.Parameter:
     """A trainable parameter of that shape, drawn from the normal distribution unless an initializer fills it.
 
-    A tensor in the place of the shape is the parameter's first value.
+    A tensor instead of the shape is the parameter's first value.
     """
     if isinstance(shape, torch.Tensor):
         return nn.Parameter(plain(shape).detach().clone())
