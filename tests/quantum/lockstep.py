@@ -17,7 +17,7 @@ from unisono.quantum.schedule.schedule import Schedule
 
 def amplitudes(circuit: Circuit, schedule: Schedule, weights: Any = (), features: Any = ()) -> torch.Tensor:
     """What 2^held ranks make of |0...0>; the circuit's leading constant gates are run as a state does, as a product."""
-    ranks = 2**schedule.held
+    ranks = 2**schedule.global_qubits
     programs = [QuantumProgram.of(schedule, rank) for rank in range(ranks)]
     local = _begin(schedule)
     for steps in _aligned(programs):
@@ -39,7 +39,7 @@ def _begin(schedule: Schedule) -> torch.Tensor:
     whole[0] = 1
     for wire, operations in enumerate(schedule.prepare):
         reference.run(whole, [operation.on({wire: schedule.start.index(wire)}) for operation in operations])
-    return whole.view(2**schedule.held, -1)
+    return whole.view(2**schedule.global_qubits, -1)
 
 
 def _aligned(programs: list[QuantumProgram]) -> list[list[Any]]:

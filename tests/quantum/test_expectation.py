@@ -75,7 +75,7 @@ def test_values_equal_the_dense_reference(pools: Pools, backend: str, size: int)
 
 def read_words(comm: Any, words: list[PauliString]) -> tuple[np.ndarray, int]:
     state = State(8, comm, kernel="reference").run(random_circuit(8, 60, 5))
-    plan = reading(words, state.layout, state.held)
+    plan = reading(words, state.layout, state.global_qubits)
     return pauli_values(state, words, restore=False).numpy(), len(plan.stages)
 
 

@@ -170,10 +170,12 @@ def test_schedules_that_fill_sweeps_equal_the_dense_reference(ranks: int, sweep:
     for circuit in (ring, random_circuit(7, 40, 2)):
         few = Schedule.of(circuit, ranks, sweep=Sweep(9))
         chosen = Schedule.of(circuit, ranks, sweep=sweep)
-        waited = replace(few, steps=tuple(postponed(few.steps, circuit.wires, few.held, sweep)))
+        waited = replace(few, steps=tuple(postponed(few.steps, circuit.wires, few.global_qubits, sweep)))
         ways["waited"] += waited.steps != few.steps
         ways["sweep by sweep"] += chosen.exchanges != few.exchanges
-        assert cost(chosen.steps, circuit.wires, few.held, sweep) <= cost(few.steps, circuit.wires, few.held, sweep)
+        assert cost(chosen.steps, circuit.wires, few.global_qubits, sweep) <= cost(
+            few.steps, circuit.wires, few.global_qubits, sweep
+        )
         expected = dense.state(circuit, weights)
         for schedule in (waited, chosen):
             got = lockstep.amplitudes(circuit, schedule, weights)

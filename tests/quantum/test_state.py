@@ -226,7 +226,7 @@ def surplus(comm: Any, batch: int) -> tuple[int, int, int, str]:
     found = share(comm, 10, batch=batch)
     if found.group >= 0:
         State(10, found.comm, kernel="reference").run(Circuit(10).qft())
-    return found.held, found.groups, found.group, found.note
+    return found.global_qubits, found.groups, found.group, found.note
 
 
 @pytest.mark.filterwarnings("ignore:.*ranks")

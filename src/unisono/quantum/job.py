@@ -77,12 +77,12 @@ class QuantumJob:
 
     def plan(self, ranks: int) -> dict[str, Any]:
         """What it would take on so many ranks: figures, and a text with all of them."""
-        held = min(ranks.bit_length() - 1, max(0, self.circuit.wires - narrowest(self.circuit.operations)))
-        schedule = Schedule.of(self.unmeasured or self.circuit, 1 << held)
+        global_qubits = min(ranks.bit_length() - 1, max(0, self.circuit.wires - narrowest(self.circuit.operations)))
+        schedule = Schedule.of(self.unmeasured or self.circuit, 1 << global_qubits)
         forecast = schedule.describe(getattr(torch, self.dtype))
         found: dict[str, Any] = {
             "wires": self.circuit.wires,
-            "ranks": 1 << held,
+            "ranks": 1 << global_qubits,
             "operations": forecast.operations,
             "exchanges": forecast.exchanges,
             "exchanges_in_order": forecast.in_order_exchanges,
@@ -97,11 +97,11 @@ class QuantumJob:
             pauli_strings = {
                 pauli_string for each in observables(self.observables) for _, pauli_string in each.paulis().terms
             }
-            plan = reading(sorted(pauli_strings), schedule.finish, held)
+            plan = reading(sorted(pauli_strings), schedule.finish, global_qubits)
             found["exchanges_of_observables"] = plan.exchanges
             found["text"] += f"\nobservables  {len(pauli_strings)} Pauli strings with {plan.exchanges} exchanges"
-        if 1 << held < ranks:
-            found["text"] += f"\nranks        {1 << held} of {ranks} share the state; the others would be idle"
+        if 1 << global_qubits < ranks:
+            found["text"] += f"\nranks        {1 << global_qubits} of {ranks} share the state; the others would be idle"
         return found
 
 
@@ -122,7 +122,7 @@ def read(job: QuantumJob, comm: Communicator | None) -> dict[str, Any]:
         "wires": circuit.wires,
         "operations": len(circuit),
         "depth": circuit.depth(),
-        "ranks": 1 << shared.held,
+        "ranks": 1 << shared.global_qubits,
         "dtype": job.dtype,
         "seed": job.seed,
         "note": shared.note,

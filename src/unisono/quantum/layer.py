@@ -127,7 +127,7 @@ class Layer(nn.Module):
         """What a forward will do: sweeps, exchanges, memory."""
         from unisono.quantum.schedule.forecast import Forecast
 
-        return str(Forecast.of(Schedule.of(self.circuit, 1 << self.share(1).held), self.dtype))
+        return str(Forecast.of(Schedule.of(self.circuit, 1 << self.share(1).global_qubits), self.dtype))
 
     def share(self, batch: int) -> RankGroup:
         """Which ranks share a state, for a batch of this size."""
@@ -150,17 +150,17 @@ class Layer(nn.Module):
         """Refuse, before a forward allocates anything, what its backward would not find room for."""
         wires, device = self.circuit.wires, device_of(ranks.comm, self.device)
         what = "a state and its co-state, for gradients,"
-        require_room(wires, ranks.held, self.dtype, device, DEFAULT_CHUNK, ranks.comm, what, states=2)
+        require_room(wires, ranks.global_qubits, self.dtype, device, DEFAULT_CHUNK, ranks.comm, what, states=2)
 
     def program(self, ranks: RankGroup) -> QuantumProgram:
         """The circuit for this rank, its kernels ready."""
-        if ranks.held not in self._programs:
-            schedule = Schedule.of(self.circuit, 1 << ranks.held, nodes=nodes_of(ranks.comm))
+        if ranks.global_qubits not in self._programs:
+            schedule = Schedule.of(self.circuit, 1 << ranks.global_qubits, nodes=nodes_of(ranks.comm))
             made = QuantumProgram.of(schedule, ranks.comm.rank if ranks.comm else 0)
-            axes, device = self.circuit.wires - ranks.held, device_of(ranks.comm, self.device)
+            axes, device = self.circuit.wires - ranks.global_qubits, device_of(ranks.comm, self.device)
             made.prepare(axes, self.dtype, device, self.kernel)
-            self._programs[ranks.held] = made
-        return self._programs[ranks.held]
+            self._programs[ranks.global_qubits] = made
+        return self._programs[ranks.global_qubits]
 
     def extra_repr(self) -> str:
         return f"{self.circuit!r}, outputs={self.output.width}, dtype={self.dtype}, diff={self.diff!r}"
@@ -193,7 +193,7 @@ class _Evaluate(torch.autograd.Function):
         numbers, samples = _numbers(weights), _numbers(x)
         _require_finite(numbers, samples)
         ranks = layer.share(len(samples))
-        room = KEPT // (torch.empty(0, dtype=layer.dtype).element_size() << layer.circuit.wires >> ranks.held)
+        room = KEPT // (torch.empty(0, dtype=layer.dtype).element_size() << layer.circuit.wires >> ranks.global_qubits)
         out = torch.zeros(len(samples), layer.output.width, dtype=layer.output.dtype)
         needed = any(ctx.needs_input_grad) and layer.diff == "adjoint"
         if needed and len(_mine(ranks, len(samples))):
@@ -265,7 +265,7 @@ def _by_running(layer: Layer, gradient: torch.Tensor, given: tuple, ranks: RankG
     else:
         step = 1e-6 if layer.dtype == torch.complex128 else 1e-3
         found = finite_differences(layer.circuit, evaluate, weights, features, step)
-    return found[0] / (1 << ranks.held), found[1] / (1 << ranks.held)
+    return found[0] / (1 << ranks.global_qubits), found[1] / (1 << ranks.global_qubits)
 
 
 def _mine(ranks: RankGroup, batch: int) -> range:
@@ -275,7 +275,7 @@ def _mine(ranks: RankGroup, batch: int) -> range:
 
 def _gathered(out: torch.Tensor, layer: Layer, ranks: RankGroup) -> torch.Tensor:
     """Every sample's output on every rank; a group's own rank 0 tells."""
-    if layer.comm is None or (ranks.groups == 1 and layer.comm.size == 1 << ranks.held):
+    if layer.comm is None or (ranks.groups == 1 and layer.comm.size == 1 << ranks.global_qubits):
         return out
     if ranks.comm is not None and ranks.comm.rank:
         out.zero_()

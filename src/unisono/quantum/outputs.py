@@ -123,7 +123,7 @@ def amplitudes(state: State, strings: Sequence[str]) -> torch.Tensor:
         index = 0
         for wire in state.layout:
             index = index << 1 | int(bits[wire])
-        axes = state.wires - state.held
+        axes = state.wires - state.global_qubits
         if index >> axes == int(state.index_map.table[state.rank]):
             found[number] = state.local[index & ((1 << axes) - 1)]
     return torch.view_as_complex(state.total(torch.view_as_real(found))).to(state.dtype).cpu()
@@ -132,7 +132,7 @@ def amplitudes(state: State, strings: Sequence[str]) -> torch.Tensor:
 def density(state: State, wires: Sequence[int]) -> torch.Tensor:
     """The reduced density matrix of a few wires, complex128, the first wire most significant."""
     chosen = _checked(require_state(state, "density"), wires, MOST_DENSITY)
-    if len(chosen) > state.wires - state.held:
+    if len(chosen) > state.wires - state.global_qubits:
         return _density_from_pauli_strings(state, chosen)
     with _local(state, chosen):
         total = torch.zeros((1 << len(chosen),) * 2, dtype=torch.complex128, device=state.device)
@@ -147,8 +147,8 @@ def shard(state: State) -> torch.Tensor:
     """This rank's share of all amplitudes in the order of wires: rank r has the r-th of equal consecutive chunks.
 
     (`state.local` is in the layout that the circuit left; `state.amplitudes()` gathers all of it on every rank.)"""
-    with _local(require_state(state, "shard"), range(state.held, state.wires)):
-        order = [state.layout.index(wire) - state.held for wire in range(state.held, state.wires)]
+    with _local(require_state(state, "shard"), range(state.global_qubits, state.wires)):
+        order = [state.layout.index(wire) - state.global_qubits for wire in range(state.global_qubits, state.wires)]
         mine = _permuted(state.local, order)
         if state.comm is None:
             return mine
@@ -165,17 +165,17 @@ def overlap(left: State, right: State | torch.Tensor | np.ndarray) -> complex:
     if not isinstance(left, State):
         raise UsageError(f"overlap of {shown(left)}: expected a State first; a vector may come second")
     if isinstance(right, State):
-        if (right.wires, right.held) != (left.wires, left.held):
+        if (right.wires, right.global_qubits) != (left.wires, left.global_qubits):
             raise UsageError(
-                f"states of {left.wires} and {right.wires} wires on {1 << left.held} and {1 << right.held} ranks: "
-                "expected alike"
+                f"states of {left.wires} and {right.wires} wires on {1 << left.global_qubits} and "
+                f"{1 << right.global_qubits} ranks: expected alike"
             )
         if left.layout == right.layout and np.array_equal(left.index_map.table, right.index_map.table):
             return inner(left, right)
         theirs = shard(right)
     else:
         right = full_vector(right, left.wires)
-        size = 1 << (left.wires - left.held)
+        size = 1 << (left.wires - left.global_qubits)
         theirs = right[left.rank * size : (left.rank + 1) * size].to(left.device)
     product_ = torch.vdot(shard(left).to(torch.complex128), theirs.to(torch.complex128))
     return complex(*left.total(torch.view_as_real(product_).clone()).tolist())
@@ -237,9 +237,9 @@ def _agreed(state: State, picks: np.ndarray) -> np.ndarray:
 def _marginal(state: State, wires: Sequence[int], fixed: Mapping[int, int]) -> torch.Tensor:
     """This rank's part of the probabilities of `wires` together with the fixed bits."""
     out = torch.zeros((2,) * len(wires), dtype=torch.float64, device=state.device)
-    held = {wire: state.value(wire) for wire in state.layout[: state.held]}
-    if all(held.get(wire, bit) == bit for wire, bit in fixed.items()):
-        for part, known, free in _parts(state, {**held, **fixed}):
+    values = {wire: state.value(wire) for wire in state.layout[: state.global_qubits]}
+    if all(values.get(wire, bit) == bit for wire, bit in fixed.items()):
+        for part, known, free in _parts(state, {**values, **fixed}):
             chances = part.real.double() ** 2 + part.imag.double() ** 2
             totals = _summed(chances, [wire in wires for wire in free])
             kept = [wire for wire in free if wire in wires]
@@ -254,14 +254,14 @@ def _parts(
     """The local amplitudes where known wires have their bits, in parts of bounded size, not split along `full`.
 
     With each part come all bits that are known of it and the wires that are its axes."""
-    free = [wire for wire in state.layout[state.held :] if wire not in known]
+    free = [wire for wire in state.layout[state.global_qubits :] if wire not in known]
     cut = [wire for wire in free if wire not in full][: max(0, len(free) - _PART)]
-    axes = [axis for axis, wire in enumerate(state.layout[state.held :]) if wire in known or wire in cut]
+    axes = [axis for axis, wire in enumerate(state.layout[state.global_qubits :]) if wire in known or wire in cut]
     for bits in product((0, 1), repeat=len(cut)):
         all_known = {**known, **dict(zip(cut, bits, strict=True))}
         index = 0
         for axis in axes:
-            index = index << 1 | all_known[state.layout[state.held + axis]]
+            index = index << 1 | all_known[state.layout[state.global_qubits + axis]]
         part = block(state.local, axes, index) if axes else state.local
         yield part.reshape(-1), all_known, [wire for wire in free if wire not in cut]
 
@@ -296,8 +296,8 @@ def _density_from_pauli_strings(state: State, wires: Sequence[int]) -> torch.Ten
 def _local(state: State, wires: Sequence[int]) -> Iterator[None]:
     """Within, all of `wires` are local; afterwards the layout is what it was."""
     wanted, before = set(wires), state.layout
-    leave = [position for position in range(state.held) if state.layout[position] in wanted]
-    spare = [position for position in range(state.held, state.wires) if state.layout[position] not in wanted]
+    leave = [position for position in range(state.global_qubits) if state.layout[position] in wanted]
+    spare = [position for position in range(state.global_qubits, state.wires) if state.layout[position] not in wanted]
     if not leave:
         yield
         return
@@ -329,9 +329,12 @@ def _permuted(amplitudes: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     return amplitudes.view(shape).permute([by_axis.index(run) for run in runs]).reshape(-1)
 
 
-def _ordered(state: State, held_index: int) -> int:
-    """The held index with its bits in the order of wires."""
-    bits = {wire: held_index >> (state.held - 1 - at) & 1 for at, wire in enumerate(state.layout[: state.held])}
+def _ordered(state: State, global_index: int) -> int:
+    """The global index with its bits in the order of wires."""
+    bits = {
+        wire: global_index >> (state.global_qubits - 1 - at) & 1
+        for at, wire in enumerate(state.layout[: state.global_qubits])
+    }
     index = 0
     for wire in sorted(bits):
         index = index << 1 | bits[wire]

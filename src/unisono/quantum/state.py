@@ -39,10 +39,11 @@ class NormError(ArithmeticError):
 
 
 class State:
-    """2^wires amplitudes over the 2^held ranks of `comm` (None: all here).
+    """2^wires amplitudes over the 2^global_qubits ranks of `comm` (None: all here).
 
-    `local` are this rank's; `layout[p]` is the wire at position p: the first `held` positions are global qubits, whose
-    bits on each rank are in `index_map`; the others are the axes of `local`. All ranks call every method alike."""
+    `local` are this rank's; `layout[p]` is the wire at position p: the first `global_qubits` positions are global
+    qubits, whose bits on each rank are in `index_map`; the others are the axes of `local`. All ranks call every method
+    alike."""
 
     def __init__(
         self,
@@ -64,8 +65,8 @@ class State:
         size = 1 if require_comm(comm) is None else comm.size  # type: ignore[union-attr]
         wires, seed = int(wires), require_seed(seed)
         self.wires = wires
-        self.held = size.bit_length() - 1
-        if size != 1 << self.held or self.held > wires:
+        self.global_qubits = size.bit_length() - 1
+        if size != 1 << self.global_qubits or self.global_qubits > wires:
             raise UsageError(
                 f"{size} ranks for a state of {wires} wires: expected a power of two of at most {2**wires}; "
                 "uq.share(comm, wires) gives a group that fits"
@@ -76,10 +77,10 @@ class State:
         self.chunk = chunk
         self.kernel = kernel
         self.bits: dict[int, int] = {}
-        require_room(wires, self.held, dtype, self.device, chunk, self.comm)
-        self.local = zeros(1 << (wires - self.held), dtype, self.device)
+        require_room(wires, self.global_qubits, dtype, self.device, chunk, self.comm)
+        self.local = zeros(1 << (wires - self.global_qubits), dtype, self.device)
         self.layout: tuple[int, ...] = tuple(range(wires))
-        self.index_map = GlobalIndexMap(self.held)
+        self.index_map = GlobalIndexMap(self.global_qubits)
         self.draws = np.random.default_rng(seed)
         self._begin(self.layout, [np.array([1, 0])] * wires)
         self.fresh = True
@@ -96,7 +97,7 @@ class State:
             raise UsageError(f"a circuit of {circuit.wires} wires for a state of {self.wires}")
         start = None if self.fresh else self.layout
         chosen = nodes_of(self.comm) if nodes is None else nodes
-        return Schedule.of(circuit, 1 << self.held, nodes=chosen, start=start)
+        return Schedule.of(circuit, 1 << self.global_qubits, nodes=chosen, start=start)
 
     def run(self, circuit: Circuit | Schedule | QuantumProgram, weights: Any = (), features: Any = ()) -> State:
         """Run a circuit, or a schedule or program made before for a state like this one."""
@@ -109,7 +110,7 @@ class State:
             circuit = QuantumProgram.of(circuit, self.rank, None if self.fresh else self.index_map)
         weights = finite_vector("weights", weights, circuit.schedule.weights, copy=False)
         features = finite_vector("features", features, circuit.schedule.features, copy=False)
-        circuit.prepare(self.wires - self.held, self.dtype, self.device, self.kernel)
+        circuit.prepare(self.wires - self.global_qubits, self.dtype, self.device, self.kernel)
         self.begin(circuit.schedule)
         for step in circuit.steps:
             self.do(step, weights, features)
@@ -148,7 +149,7 @@ class State:
         """Operations on local axes, with this state's kernel."""
         if not isinstance(run, LocalOperations):
             raise UsageError(f"apply of {shown(run)}: expected a Run of a Program, or state.run(circuit)")
-        run.runner(self.wires - self.held, self.dtype, self.device, self.kernel)(self.local, weights, features)
+        run.runner(self.wires - self.global_qubits, self.dtype, self.device, self.kernel)(self.local, weights, features)
 
     def exchange(self, step: LocalExchange) -> None:
         """Exchange blocks with other ranks; the norm must stay the same."""
@@ -165,7 +166,7 @@ class State:
             )
 
     def partner_chunks(self, flip: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """The amplitudes of the rank whose held index differs by `flip`, a chunk at a time, with each chunk's place.
+        """The amplitudes of the rank whose global index differs by `flip`, a chunk at a time, with each chunk's place.
 
         A chunk is only there until the next is asked for, and all of them must be."""
         partner = self.index_map.rank_of(int(self.index_map.table[self.rank]) ^ flip)
@@ -178,12 +179,12 @@ class State:
     def axis(self, wire: int) -> int | None:
         """The axis of `local` that a wire is, or None where ranks hold it."""
         position = self._position(wire)
-        return position - self.held if position >= self.held else None
+        return position - self.global_qubits if position >= self.global_qubits else None
 
     def value(self, wire: int) -> int:
         """This rank's bit of a wire that ranks hold."""
         position = self._position(wire)
-        if position >= self.held:
+        if position >= self.global_qubits:
             raise UsageError(f"wire {wire} is an axis of this rank's amplitudes; state.axis({wire}) says which")
         return self.index_map.bit(self.rank, position)
 
@@ -206,7 +207,7 @@ class State:
         if self.wires > _LARGEST_GATHERED:
             raise UsageError(f"{self.wires} wires: at most {_LARGEST_GATHERED} are gathered; read `local` on each rank")
         parts = [self.local] if self.comm is None else self.comm.all_gather(self.local)
-        full = torch.empty((1 << self.held, len(self.local)), dtype=self.dtype, device=self.device)
+        full = torch.empty((1 << self.global_qubits, len(self.local)), dtype=self.dtype, device=self.device)
         for rank, part in enumerate(parts):
             full[int(self.index_map.table[rank])] = part
         order = [self.layout.index(wire) for wire in range(self.wires)]
@@ -228,7 +229,7 @@ class State:
             .reshape((2,) * self.wires)
             .permute(self.layout)
         )
-        self.local.copy_(full.reshape(1 << self.held, -1)[int(self.index_map.table[self.rank])])
+        self.local.copy_(full.reshape(1 << self.global_qubits, -1)[int(self.index_map.table[self.rank])])
         self.norm_expected = self.norm()
         self.fresh = False
         return self
@@ -252,19 +253,19 @@ class State:
 
     def require_another(self) -> None:
         what = "another state (a co-state or a copy)"
-        require_room(self.wires, self.held, self.dtype, self.device, 0, self.comm, what)
+        require_room(self.wires, self.global_qubits, self.dtype, self.device, 0, self.comm, what)
 
     # ---- inside -------------------------------------------------------------------------------------------------
 
     def _begin(self, layout: tuple[int, ...], vectors: Sequence[np.ndarray]) -> None:
         """A product state, from zeros but for the first amplitude: a vector of two amplitudes for each wire."""
-        self.layout, self.index_map = layout, GlobalIndexMap(self.held)
+        self.layout, self.index_map = layout, GlobalIndexMap(self.global_qubits)
         factor = complex(1)
-        for position in range(self.held):
+        for position in range(self.global_qubits):
             factor *= complex(vectors[layout[position]][self.index_map.bit(self.rank, position)])
         self.local[:1].fill_(factor)
         filled = 1  # from the least significant axis up: [v0 * x, v1 * x]
-        for position in reversed(range(self.held, self.wires)):
+        for position in reversed(range(self.global_qubits, self.wires)):
             low, high = vectors[layout[position]]
             if high:
                 torch.mul(self.local[:filled], complex(high), out=self.local[filled : 2 * filled])

@@ -1,7 +1,8 @@
 """States on disk: a folder with one array a rank and a manifest, readable by any number of ranks.
 
-A physical index is the held index followed by the local one, so the arrays, in the order of held indices, are the state
-in one line; another number of ranks splits that line elsewhere. Blocks have digests; a reader checks those it reads.
+A physical index is the global index followed by the local one, so the arrays, in the order of global indices, are the
+state in one line; another number of ranks splits that line elsewhere. Blocks have digests; a reader checks those it
+reads.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def save(state: State, path: str | os.PathLike[str], *, overwrite: bool = False)
         manifest = {
             "format": FORMAT,
             "wires": state.wires,
-            "held": state.held,
+            "held": state.global_qubits,
             "dtype": str(state.dtype).removeprefix("torch."),
             "layout": list(state.layout),
             "bits": {str(bit): value for bit, value in state.bits.items()},

@@ -40,10 +40,10 @@ def line_chart(curves: Mapping[str, Sequence[tuple[float, float]]], unit: str, a
     parts.append(f'<text class="soft" x="{WIDTH - _RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{escape(axis)}</text>')
     for hue, (name, curve) in zip(_hues(len(curves)), curves.items(), strict=True):
         drawn = thinned([(x, y) for x, y in curve if isfinite(y)])
-        points = [to_pixels(x, y) for x, y in drawn]
-        path = " ".join(f"{x},{y}" for x, y in points)
+        pixels = [to_pixels(x, y) for x, y in drawn]
+        path = " ".join(f"{x},{y}" for x, y in pixels)
         parts.append(f'<polyline fill="none" stroke="{hue}" stroke-width="2" points="{path}"/>')
-        for (x, y), (step, value) in zip(points, drawn, strict=True):
+        for (x, y), (step, value) in zip(pixels, drawn, strict=True):
             title = f"{escape(name)} {value:.6g} {escape(unit)} at {escape(axis)} {step:g}"
             parts.append(f'<circle cx="{x}" cy="{y}" r="6" fill="{hue}" class="point"><title>{title}</title></circle>')
     return "\n".join([*parts, "</svg>", legend(list(curves))])

@@ -380,13 +380,13 @@ def _visit_stacked(
     visits = expert.argsort(stable=True)
     token = visits // choices
 
-    def run(tokens: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        if not len(tokens):  # the backward of other ranks counts on this one
+    def run(arrived: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        if not len(arrived):  # the backward of other ranks counts on this one
             touched: Any = sum(parameter[:0].sum() for parameter in module.parameters())
-            return tokens + touched
-        numbers = torch.arange(len(counts), device=tokens.device)
-        local = numbers.repeat_interleave(torch.tensor(counts, device=tokens.device))[:, None]
-        return forward(tokens, local, torch.ones_like(local, dtype=weights.dtype))
+            return arrived + touched
+        numbers = torch.arange(len(counts), device=arrived.device)
+        local = numbers.repeat_interleave(torch.tensor(counts, device=arrived.device))[:, None]
+        return forward(arrived, local, torch.ones_like(local, dtype=weights.dtype))
 
     outcomes = crowd.visit(tokens[token], torch.bincount(expert, minlength=count), run)
     weighted = outcomes * weights.reshape(-1)[visits, None]

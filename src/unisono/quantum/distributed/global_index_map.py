@@ -27,25 +27,25 @@ _AXIS = {"X": "rx", "Y": "ry", "Z": "rz"}
 class GlobalIndexMap:
     """The table rank -> global index of 2^g ranks."""
 
-    def __init__(self, held: int, table: NDArray[np.int64] | None = None) -> None:
-        self.held = held  # how many positions
-        self.table = np.arange(2**held, dtype=np.int64) if table is None else table.copy()
+    def __init__(self, global_qubits: int, table: NDArray[np.int64] | None = None) -> None:
+        self.global_qubits = global_qubits  # how many positions
+        self.table = np.arange(2**global_qubits, dtype=np.int64) if table is None else table.copy()
 
     def copy(self) -> GlobalIndexMap:
-        return GlobalIndexMap(self.held, self.table)
+        return GlobalIndexMap(self.global_qubits, self.table)
 
     def rank_of(self, index: int) -> int:
         """The rank that has a global index."""
         return int(np.flatnonzero(self.table == index)[0])
 
     def bit(self, rank: int, position: int) -> int:
-        return int(self.table[rank]) >> (self.held - 1 - position) & 1
+        return int(self.table[rank]) >> (self.global_qubits - 1 - position) & 1
 
     def restrict(self, operations: Iterable[Operation], rank: int) -> list[Operation]:
         """What the operations, on positions, are for one rank: operations on its local axes.
 
         Operations that permute global indices change the table, for all ranks, as they pass."""
-        if not self.held:
+        if not self.global_qubits:
             return list(operations)
         local = []
         for operation in operations:
@@ -57,9 +57,9 @@ class GlobalIndexMap:
         return local
 
     def is_move(self, operation: Operation) -> bool:
-        """Whether the operation permutes held indices, all of its wires being held."""
+        """Whether the operation permutes global indices, all of its wires being global."""
         wires = operation.wires
-        return bool(wires) and max(wires) < self.held and not operation.is_diagonal
+        return bool(wires) and max(wires) < self.global_qubits and not operation.is_diagonal
 
     def move(self, operation: Operation, *, undo: bool = False) -> None:
         places = self._places(operation)
@@ -71,7 +71,7 @@ class GlobalIndexMap:
             new = np.argsort(new)
         values = new[before]
         for number, target in enumerate(reversed(operation.targets)):
-            shift = self.held - 1 - target
+            shift = self.global_qubits - 1 - target
             after = (after & ~(1 << shift)) | ((values >> number & 1) << shift)
         self.table = np.where(acts, after, self.table)
 
@@ -91,28 +91,30 @@ class GlobalIndexMap:
     def _acting(self, operation: Operation, table: NDArray[np.int64]) -> NDArray[np.bool_]:
         acts = np.ones(len(table), dtype=bool)
         for position, value in operation.controls:
-            acts &= (table >> (self.held - 1 - position) & 1) == value
+            acts &= (table >> (self.global_qubits - 1 - position) & 1) == value
         return acts
 
     def _gather(self, table: NDArray[np.int64], positions: Sequence[int]) -> NDArray[np.int64]:
         bits = np.zeros(len(table), dtype=np.int64)
         for position in positions:
-            bits = bits << 1 | (table >> (self.held - 1 - position) & 1)
+            bits = bits << 1 | (table >> (self.global_qubits - 1 - position) & 1)
         return bits
 
     def _restricted(self, operation: Operation, rank: int) -> list[Operation]:
         controls = []
         for position, value in operation.controls:
-            if position >= self.held:
-                controls.append((position - self.held, value))
+            if position >= self.global_qubits:
+                controls.append((position - self.global_qubits, value))
             elif self.bit(rank, position) != value:
                 return []
         fixed = {
             number: self.bit(rank, position)
             for number, position in enumerate(operation.targets)
-            if position < self.held
+            if position < self.global_qubits
         }
-        targets = tuple(position - self.held for position in operation.targets if position >= self.held)
+        targets = tuple(
+            position - self.global_qubits for position in operation.targets if position >= self.global_qubits
+        )
         reduced = _put_in(operation, fixed) if fixed else (operation.gate, operation.parameters)
         if reduced is None:
             return []

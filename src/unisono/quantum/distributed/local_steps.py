@@ -85,9 +85,9 @@ def local_steps(steps: Iterable[Step], rank: int, index_map: GlobalIndexMap) -> 
 def _measure(step: Event, index_map: GlobalIndexMap, rank: int) -> Measure:
     operation = step.operation
     (position,) = operation.targets
-    local = position >= index_map.held
+    local = position >= index_map.global_qubits
     return Measure(
-        position - index_map.held if local else None,
+        position - index_map.global_qubits if local else None,
         0 if local else index_map.bit(rank, position),
         operation.bits,
         operation.condition,
@@ -100,26 +100,26 @@ def local_exchange(exchange: Exchange, index_map: GlobalIndexMap, rank: int) -> 
 
     Positions change places in pairs, so amplitude i and amplitude s(i) do, s being its own inverse. A rank's block v,
     the bits taken being t, goes to the rank whose bits are v, and is its block t."""
-    held = index_map.held
-    local = [(give, take) for give, take in zip(exchange.give, exchange.take, strict=True) if give >= held]
+    global_qubits = index_map.global_qubits
+    local = [(give, take) for give, take in zip(exchange.give, exchange.take, strict=True) if give >= global_qubits]
     index = int(index_map.table[rank])
     for give, take in zip(exchange.give, exchange.take, strict=True):
-        if give < held:
-            index = _swapped(index, held - 1 - give, held - 1 - take)
+        if give < global_qubits:
+            index = _swapped(index, global_qubits - 1 - give, global_qubits - 1 - take)
     rank_of = {int(other): number for number, other in enumerate(index_map.table)}
     mine = 0
     for _, take in local:
-        mine = mine << 1 | (index >> (held - 1 - take) & 1)
+        mine = mine << 1 | (index >> (global_qubits - 1 - take) & 1)
     made = []
     for step in range(2 ** len(local)):
         block = mine ^ step
         target = index
         for number, (_, take) in enumerate(reversed(local)):
-            shift = held - 1 - take
+            shift = global_qubits - 1 - take
             target = (target & ~(1 << shift)) | ((block >> number & 1) << shift)
         if rank_of[target] != rank:
             made.append(BlockExchange(rank_of[target], block))
-    return LocalExchange(tuple(give - held for give, _ in local), tuple(made))
+    return LocalExchange(tuple(give - global_qubits for give, _ in local), tuple(made))
 
 
 def _swapped(index: int, first: int, second: int) -> int:

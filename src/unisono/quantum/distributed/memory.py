@@ -23,9 +23,9 @@ _LEAST = 4 << 20  # bytes; below, torch's allocator
 _LIBRARY = ctypes.CDLL(None)
 
 
-def local_bytes(wires: int, held: int, dtype: torch.dtype) -> int:
+def local_bytes(wires: int, global_qubits: int, dtype: torch.dtype) -> int:
     """Bytes of one rank's part of a state."""
-    return dtype.itemsize << (wires - held)
+    return dtype.itemsize << (wires - global_qubits)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -42,7 +42,7 @@ def free_bytes(device: torch.device) -> int:
 
 def require_room(
     wires: int,
-    held: int,
+    global_qubits: int,
     dtype: torch.dtype,
     device: torch.device,
     buffers: int,
@@ -52,8 +52,8 @@ def require_room(
 ) -> None:
     """Refuse, on all ranks alike, what does not fit, `states` states that is; say what it needs and how many ranks
     would do."""
-    need = states * local_bytes(wires, held, dtype)
-    need += min(buffers, 2 * local_bytes(wires, held, dtype)) if held else 0
+    need = states * local_bytes(wires, global_qubits, dtype)
+    need += min(buffers, 2 * local_bytes(wires, global_qubits, dtype)) if global_qubits else 0
     if need <= _ALWAYS:
         return
     sharing = comm.local_size if comm is not None and device.type == "cpu" else 1
@@ -63,18 +63,18 @@ def require_room(
     room = int(free)
     if need <= room:
         return
-    enough = held
+    enough = global_qubits
     while enough < wires and states * local_bytes(wires, enough, dtype) + buffers > room:
         enough += 1
     ranks = f"2^{enough}" if enough > 20 else f"{2**enough}"
     hint = f"{ranks} ranks with as much free memory each would do"
     if states * local_bytes(wires, enough, dtype) + buffers > room:
         hint = "no number of ranks with so little memory would do"
-    elif dtype == torch.complex128 and states * local_bytes(wires, held, torch.complex64) + buffers <= room:
+    elif dtype == torch.complex128 and states * local_bytes(wires, global_qubits, torch.complex64) + buffers <= room:
         hint += ", or dtype=torch.complex64"
     raise UsageError(
         f"{what} of {wires} wires in {str(dtype).removeprefix('torch.')} needs {shown_bytes(need)} on each of "
-        f"{2**held} rank{'s' if held else ''}, but {shown_bytes(room)} is free; {hint}"
+        f"{2**global_qubits} rank{'s' if global_qubits else ''}, but {shown_bytes(room)} is free; {hint}"
     )
 
 

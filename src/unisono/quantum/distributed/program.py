@@ -30,7 +30,7 @@ class QuantumProgram:
     def of(cls, schedule: Schedule, rank: int = 0, index_map: GlobalIndexMap | None = None) -> QuantumProgram:
         if not isinstance(schedule, Schedule):
             raise UsageError(f"a program of {shown(schedule)}: expected a Schedule, such as Schedule.of(circuit)")
-        table = GlobalIndexMap(schedule.held) if index_map is None else index_map.copy()
+        table = GlobalIndexMap(schedule.global_qubits) if index_map is None else index_map.copy()
         steps = tuple(local_steps(schedule.steps, rank, table))
         return cls(schedule, rank, steps, table)
 

@@ -13,13 +13,14 @@ from unisono.quantum.arguments import require_comm, require_count
 
 @dataclass(frozen=True)
 class RankGroup:
-    """`comm` is the group of 2^held ranks that share one state, this rank among them; None where that is one rank.
+    """`comm` is the group of 2^global_qubits ranks that share one state, this rank among them; None where that is one
+    rank.
 
     There are `groups` such groups, for different samples of a batch; this rank is in number `group`, or, being surplus,
     in none (-1). `note` says what is unusual, or is empty."""
 
     comm: Communicator | None
-    held: int
+    global_qubits: int
     groups: int
     group: int
     note: str = ""
@@ -38,13 +39,13 @@ def share_grid(grid: Grid, wires: int, batch_axis: str, state_axis: str) -> Rank
     if batch_axis == state_axis:
         raise UsageError(f"batch_axis and state_axis are both {batch_axis!r}: expected two axes of the mesh")
     states, samples = grid.comm(state_axis), grid.comm(batch_axis)
-    held = states.size.bit_length() - 1
-    if states.size != 1 << held or held > wires:
+    global_qubits = states.size.bit_length() - 1
+    if states.size != 1 << global_qubits or global_qubits > wires:
         raise UsageError(
             f"axis {state_axis!r} has {states.size} ranks for a state of {wires} wires: expected a power of two of at "
             f"most {2**wires}"
         )
-    return RankGroup(states if held else None, held, samples.size, samples.rank)
+    return RankGroup(states if global_qubits else None, global_qubits, samples.size, samples.rank)
 
 
 def share(comm: Communicator | None, wires: int, *, batch: int = 1, narrowest: int = 1, warn: bool = True) -> RankGroup:
@@ -56,11 +57,11 @@ def share(comm: Communicator | None, wires: int, *, batch: int = 1, narrowest: i
     for name, value, least in (("wires", wires, 1), ("batch", batch, 0), ("narrowest", narrowest, 0)):
         require_count(name, value, least)
     most = min(size.bit_length() - 1, max(0, wires - narrowest))
-    held = most
+    global_qubits = most
     if batch > 1:
-        while held and size % 2**held:
-            held -= 1
-    width = 2**held
+        while global_qubits and size % 2**global_qubits:
+            global_qubits -= 1
+    width = 2**global_qubits
     groups = min(size // width, max(1, batch))
     note = ""
     if groups * width < size:
@@ -73,7 +74,7 @@ def share(comm: Communicator | None, wires: int, *, batch: int = 1, narrowest: i
     if note and warn and comm.rank == 0:
         warnings.warn(note, stacklevel=2)
     if width == size:
-        return RankGroup(comm, held, 1, 0, note)
+        return RankGroup(comm, global_qubits, 1, 0, note)
     mine = comm.split([list(range(g * width, (g + 1) * width)) for g in range(groups)]) if width > 1 else None
     group = comm.rank // width
-    return RankGroup(mine, held, groups, group if group < groups else -1, note)
+    return RankGroup(mine, global_qubits, groups, group if group < groups else -1, note)

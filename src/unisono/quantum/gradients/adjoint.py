@@ -26,7 +26,7 @@ def gradients(
     `state` is what the program ended in. Both states are walked back to where the program began, and are spent."""
     if any(not isinstance(step, LocalOperations | LocalExchange) for step in program.steps):
         raise UsageError("a circuit with measurements, resets or conditions has no gradient")
-    costate.norm_expected = costate.norm() if state.held else 1.0
+    costate.norm_expected = costate.norm() if state.global_qubits else 1.0
     sizes = (np.size(weights), np.size(features))
     found = tuple(np.zeros(size) for size in sizes)
     for step in reversed(program.steps):
@@ -35,7 +35,7 @@ def gradients(
             costate.exchange(step)
             continue
         assert isinstance(step, LocalOperations)
-        runner = step.runner(state.wires - state.held, state.dtype, state.device, state.kernel)
+        runner = step.runner(state.wires - state.global_qubits, state.dtype, state.device, state.kernel)
         parts = runner.reverse(state.local, costate.local, weights, features)
         for total, part in zip(found, parts, strict=True):
             total += part

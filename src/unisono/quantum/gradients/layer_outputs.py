@@ -49,7 +49,12 @@ class Expectations:
         """The GPU's own kernel, where one GPU has the full state and the observables are short Pauli sums."""
         wide = [len(bits) for each in self.observables for _, bits in each.projectors]
         wide += [len(block.wires) for each in self.observables for block in each.blocks]
-        if state.device.type != "cuda" or state.held or state.kernel == "reference" or max(wide, default=0) > _WIDEST:
+        if (
+            state.device.type != "cuda"
+            or state.global_qubits
+            or state.kernel == "reference"
+            or max(wide, default=0) > _WIDEST
+        ):
             return None
         from unisono.quantum.kernels.pauli_strings_gpu import GpuPauliStrings  # compiled where there is a GPU
 

@@ -36,7 +36,7 @@ def applied_pauli_strings(
 ) -> State:
     """The same for weighted Pauli strings and projectors."""
     made = state.blank()
-    axes = state.wires - state.held
+    axes = state.wires - state.global_qubits
     by_flip: dict[int, list[Masked]] = {}
     for coefficient, pauli_string in terms:
         masked = _masked(coefficient, pauli_string, state)
@@ -59,9 +59,9 @@ def inner(left: State, right: State) -> complex:
 
 def _add(into: torch.Tensor, state: State, offset: int, theirs: torch.Tensor, group: list[Masked], flip: int) -> None:
     """Add what the Pauli strings make of the partner's amplitudes at `offset`."""
-    axes, width = state.wires - state.held, len(theirs)
-    held = int(state.index_map.table[state.rank]) ^ flip
-    above = (held << axes) | offset
+    axes, width = state.wires - state.global_qubits, len(theirs)
+    global_index = int(state.index_map.table[state.rank]) ^ flip
+    above = (global_index << axes) | offset
     shifts: dict[int, dict[int, list[tuple[int, complex]]]] = {}  # by place, then by what is flipped within it
     for flips, signs, factor in group:
         sign = -1 if (above & signs & ~(width - 1)).bit_count() % 2 else 1

@@ -60,7 +60,7 @@ class Observed:
 
 def pauli_values(state: State, pauli_strings: Sequence[PauliString], *, restore: bool = True) -> torch.Tensor:
     """The expectation of each Pauli string, read with the exchanges of `reading`; one sum over ranks at the end."""
-    plan = reading(pauli_strings, state.layout, state.held)
+    plan = reading(pauli_strings, state.layout, state.global_qubits)
     values = np.zeros(len(pauli_strings))
     for stage in plan.stages:
         _enter(state, stage)
@@ -92,7 +92,7 @@ def _turn(state: State, rotations: BasisRotations, *, back: bool) -> None:
     operations = []
     for wire, pauli in rotations:
         axis = state.axis(wire)
-        assert axis is not None, f"wire {wire} is turned while it is held"
+        assert axis is not None, f"wire {wire} is rotated while it is global"
         operations.append(Operation(gate(_TO_Z[pauli][back]), (axis,)))
     if operations:
         state.apply(LocalOperations(tuple(operations)))
@@ -128,7 +128,7 @@ def _read(
     state: State, stage: MeasurementStage, shift: Shift, pauli_strings: Sequence[PauliString], values: np.ndarray
 ) -> None:
     """Add this rank's part of each Pauli string's value."""
-    axes = state.wires - state.held
+    axes = state.wires - state.global_qubits
     local = (1 << axes) - 1
     held_index = int(state.index_map.table[state.rank])
     groups: dict[int, list[tuple[int, _Masks]]] = {}

@@ -28,7 +28,7 @@ BasisRotations = tuple[tuple[int, str], ...]  # (wire, the Pauli that becomes Z)
 
 @dataclass(frozen=True)
 class Shift:
-    """Words to read with the rank whose held index differs by `flip`; 0: with oneself."""
+    """Words to read with the rank whose global index differs by `flip`; 0: with oneself."""
 
     flip: int
     pauli_strings: tuple[int, ...]
@@ -68,15 +68,15 @@ class Reading:
         return total
 
 
-def reading(pauli_strings: Sequence[PauliString], layout: Sequence[int], held: int) -> Reading:
+def reading(pauli_strings: Sequence[PauliString], layout: Sequence[int], global_qubits: int) -> Reading:
     """The plan for Pauli strings on a state with this layout."""
     paulis = _pauli_table(pauli_strings, len(layout))
     stages = [MeasurementStage((), None, (), tuple(layout), {})]
-    flips = [_flips(paulis, stages[0], held)]
+    flips = [_flips(paulis, stages[0], global_qubits)]
     left = [np.flatnonzero(flips[0])]
-    while len(left[-1]) and len(stages) < 2**held:
-        stage = _best_stage(paulis[left[-1]], stages[-1], held)
-        flip = _flips(paulis, stage, held)
+    while len(left[-1]) and len(stages) < 2**global_qubits:
+        stage = _best_stage(paulis[left[-1]], stages[-1], global_qubits)
+        flip = _flips(paulis, stage, global_qubits)
         still = left[-1][flip[left[-1]] != 0]
         if len(still) == len(left[-1]):
             break
@@ -94,22 +94,24 @@ def reading(pauli_strings: Sequence[PauliString], layout: Sequence[int], held: i
     return Reading(tuple(kept))
 
 
-def _best_stage(paulis: PauliTable, now: MeasurementStage, held: int) -> MeasurementStage:
+def _best_stage(paulis: PauliTable, now: MeasurementStage, global_qubits: int) -> MeasurementStage:
     """Hold, instead of some wires, those that the Pauli strings left over agree most about."""
     open_strings = np.ones(len(paulis), dtype=bool)
     chosen: dict[int, str] = {}
-    local = list(now.layout[held:])
-    for _ in range(held):
+    local = list(now.layout[global_qubits:])
+    for _ in range(global_qubits):
         counts = {(wire, b): _agree(paulis, wire, b)[open_strings].sum() for wire in local for b in "ZXY"}
-        counts |= {(wire, b): _agree(paulis, wire, b)[open_strings].sum() for wire, b in _kept(now, held, chosen)}
+        counts |= {
+            (wire, b): _agree(paulis, wire, b)[open_strings].sum() for wire, b in _kept(now, global_qubits, chosen)
+        }
         wire, pauli = max(counts, key=lambda key: (counts[key], key[1] == "Z"))
         chosen[wire] = pauli
         open_strings &= _agree(paulis, wire, pauli)
         if wire in local:
             local.remove(wire)
-    stay = [wire for wire in now.layout[:held] if wire in chosen]
-    leave = [position for position in range(held) if now.layout[position] not in chosen]
-    come = [position for position in range(held, len(now.layout)) if now.layout[position] in chosen]
+    stay = [wire for wire in now.layout[:global_qubits] if wire in chosen]
+    leave = [position for position in range(global_qubits) if now.layout[position] not in chosen]
+    come = [position for position in range(global_qubits, len(now.layout)) if now.layout[position] in chosen]
     layout = list(now.layout)
     for give, take in zip(come, leave, strict=True):
         layout[give], layout[take] = layout[take], layout[give]
@@ -119,21 +121,21 @@ def _best_stage(paulis: PauliTable, now: MeasurementStage, held: int) -> Measure
     return MeasurementStage(rotate, Exchange(tuple(come), tuple(leave)) if come else None, back, tuple(layout), frames)
 
 
-def _kept(now: MeasurementStage, held: int, chosen: dict[int, str]) -> list[tuple[int, str]]:
-    """Held wires that may stay held, in the frame they have."""
-    return [(wire, now.frames.get(wire, "Z")) for wire in now.layout[:held] if wire not in chosen]
+def _kept(now: MeasurementStage, global_qubits: int, chosen: dict[int, str]) -> list[tuple[int, str]]:
+    """Global qubits that may stay global, in the frame they have."""
+    return [(wire, now.frames.get(wire, "Z")) for wire in now.layout[:global_qubits] if wire not in chosen]
 
 
 def _agree(paulis: PauliTable, wire: int, pauli: str) -> NDArray[np.bool_]:
     return (paulis[:, wire] == 0) | (paulis[:, wire] == PAULI_ORDER.index(pauli))
 
 
-def _flips(paulis: PauliTable, stage: MeasurementStage, held: int) -> NDArray[np.int64]:
+def _flips(paulis: PauliTable, stage: MeasurementStage, global_qubits: int) -> NDArray[np.int64]:
     """The mask of global positions that each Pauli string flips, in a stage's layout and frames."""
     flips = np.zeros(len(paulis), dtype=np.int64)
-    for position, wire in enumerate(stage.layout[:held]):
+    for position, wire in enumerate(stage.layout[:global_qubits]):
         mixes = ~_agree(paulis, wire, stage.frames.get(wire, "Z"))
-        flips |= mixes.astype(np.int64) << (held - 1 - position)
+        flips |= mixes.astype(np.int64) << (global_qubits - 1 - position)
     return flips
 
 

@@ -90,8 +90,8 @@ class Forecast:
         if rates is not None and not isinstance(rates, HostRates):
             raise UsageError(f"rates={shown(rates)}: expected Rates, or None for usual ones")
         rates = rates or HostRates()
-        shard = local_bytes(schedule.wires, schedule.held, dtype)
-        sweeps, operations = max(_work(schedule, rank, dtype) for rank in {0, 2**schedule.held - 1})
+        shard = local_bytes(schedule.wires, schedule.global_qubits, dtype)
+        sweeps, operations = max(_work(schedule, rank, dtype) for rank in {0, 2**schedule.global_qubits - 1})
         sent = sum(shard - (shard >> len(step.give)) for step in schedule.exchanges)
         messages = sum((1 << len(step.give)) - 1 for step in schedule.exchanges)
         seconds = (
@@ -107,7 +107,7 @@ class Forecast:
             len(schedule.exchanges),
             sent,
             sweeps,
-            shard + (min(chunk, shard) if schedule.held else 0),
+            shard + (min(chunk, shard) if schedule.global_qubits else 0),
             seconds,
             schedule.in_order,
             schedule.in_order * shard // 2,
@@ -115,9 +115,9 @@ class Forecast:
         )
 
     def __str__(self) -> str:
-        ranks = 2**self.schedule.held
+        ranks = 2**self.schedule.global_qubits
         spread = f"{ranks} ranks" if ranks > 1 else "one rank"
-        shard = local_bytes(self.schedule.wires, self.schedule.held, self.dtype)
+        shard = local_bytes(self.schedule.wires, self.schedule.global_qubits, self.dtype)
         lines = [
             f"{self.schedule.wires} wires in {str(self.dtype).removeprefix('torch.')} on {spread}, each: "
             f"{self.operations} operations",
@@ -132,9 +132,9 @@ class Forecast:
 
 def _work(schedule: Schedule, rank: int, dtype: torch.dtype) -> tuple[int, int]:
     """Sweeps, as the CPU kernel makes them, and operations of a rank."""
-    steps = local_steps(schedule.steps, rank, GlobalIndexMap(schedule.held))
+    steps = local_steps(schedule.steps, rank, GlobalIndexMap(schedule.global_qubits))
     runs = [step for step in steps if isinstance(step, LocalOperations)]
-    axes = schedule.wires - schedule.held
+    axes = schedule.wires - schedule.global_qubits
     return sum(sweep_count(run.operations, axes, dtype) for run in runs), sum(len(run.operations) for run in runs)
 
 

@@ -1,7 +1,7 @@
 """Which wires a rank holds, segment by segment: paging, with the qubits as pages.
 
-The wire that is needed last is given away (Belady). Tiers of held positions, a node's bits before its ranks' bits, are
-served by the same rule, the outer tier first.
+The wire that is needed last is given away (Belady). Tiers of global positions, a node's bits before its ranks' bits,
+are served by the same rule, the outer tier first.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ NEVER = 1 << 60
 
 @dataclass(frozen=True)
 class Tier:
-    """Held positions begin..end-1, and the sets of wires that must stand below them, one a segment, in order.
+    """Global positions begin..end-1, and the sets of wires that must stand below them, one a segment, in order.
 
-    Wires of `stay` are never held. `ahead`: an exchange also takes wires that are needed sooner than what it can give
+    Wires of `stay` are never global. `ahead`: an exchange also takes wires that are needed sooner than what it can give
     for them, though not yet."""
 
     begin: int
@@ -38,7 +38,7 @@ class Pages:
 
     @classmethod
     def fresh(cls, count: int, tiers: Sequence[Tier]) -> Pages:
-        """Wires placed where the first segments want them: what is needed last is held outermost; else in order."""
+        """Wires placed where the first segments want them: what is needed last is outermost; else in order."""
         pages = cls(range(count), tiers)
         left = list(range(count))
         held: list[int] = []
@@ -76,7 +76,7 @@ class Pages:
         return Exchange(tuple(give), tuple(take))
 
     def _sooner(self, level: int, held: list[int], idle: list[int], segment: int) -> list[int]:
-        """Held positions whose wires are needed sooner than those at the idle ones that would come in their place."""
+        """Global positions whose wires are needed sooner than those at the idle ones that would come in their place."""
         uses = {position: self._next_use(level, self.wires[position], segment) for position in (*held, *idle)}
         held.sort(key=lambda position: (uses[position], position))
         return [mine for mine, theirs in zip(held, idle, strict=False) if uses[mine] < uses[theirs]]

@@ -80,7 +80,7 @@ def cluster(
     """Segments that mix at most `capacity` wires each and together are the operations: grown from the front, or from
     the back where that makes fewer.
 
-    With `relabel`, wires that are not active are held by ranks, which may be renamed: gates that only permute basis
+    With `relabel`, wires that are not active are global, and ranks may be renamed: gates that only permute basis
     states are free there. Wires of `bundle` are active all together or not at all; wires that
     are `free` need no room."""
     forwards = _cluster(operations, capacity, relabel, bundle, free)
@@ -129,7 +129,7 @@ def _cluster(
     return clusters
 
 
-Needs = tuple[frozenset[int], bool]  # the wires an operation mixes, and whether it may run with all of its wires held
+Needs = tuple[frozenset[int], bool]  # the wires an operation mixes, and whether it may run with all of its wires global
 
 
 def _grow(
@@ -172,7 +172,7 @@ def _needs(operation: Operation, relabel: bool) -> Needs:
     mixed = frozenset(w for w, pauli in zip(operation.wires, wire_paulis(operation), strict=True) if pauli != "Z")
     permutes = relabel and bool(mixed) and not operation.condition and moves(operation.gate) is not None
     if permutes and len(operation.wires) == 1:
-        return frozenset(), False  # held or local, X and Y always run
+        return frozenset(), False  # global or local, X and Y always run
     return mixed, permutes
 
 

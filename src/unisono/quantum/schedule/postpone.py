@@ -16,7 +16,7 @@ from unisono.quantum.schedule.step import CircuitSegment, Event, Exchange, Step
 from unisono.quantum.schedule.sweeps import SWEEP, Sweep
 
 
-def postponed(steps: Sequence[Step], wires: int, held: int, sweep: Sweep = SWEEP) -> list[Step]:
+def postponed(steps: Sequence[Step], wires: int, global_qubits: int, sweep: Sweep = SWEEP) -> list[Step]:
     """The same steps, but for operations that have moved past exchanges."""
     made: list[Step] = []
     waiting: list[Operation] = []
@@ -27,7 +27,7 @@ def postponed(steps: Sequence[Step], wires: int, held: int, sweep: Sweep = SWEEP
                 waiting = []
             made.append(step)
             continue
-        ready, waiting = _parted([*waiting, *step.operations], _moved(steps[number + 1 :], wires), held, sweep)
+        ready, waiting = _parted([*waiting, *step.operations], _moved(steps[number + 1 :], wires), global_qubits, sweep)
         made.append(CircuitSegment(tuple(ready)))
     return [*made, CircuitSegment(tuple(waiting))] if waiting else made
 
@@ -44,29 +44,29 @@ def _moved(steps: Sequence[Step], wires: int) -> list[int]:
 
 
 def _parted(
-    operations: Sequence[Operation], places: Sequence[int], held: int, sweep: Sweep
+    operations: Sequence[Operation], places: Sequence[int], global_qubits: int, sweep: Sweep
 ) -> tuple[list[Operation], list[Operation]]:
     """What runs before the exchanges, and what waits, on the positions after them."""
     wires = len(places)
     if list(places) == list(range(wires)):
         return list(operations), []
     lanes, near = sweep.lowest(range(wires))
-    bound = _bound(operations, places, held)
+    bound = _bound(operations, places, global_qubits)
     ready, waiting = cluster_until(
-        operations, bound, sweep.room(operations), bundle=lanes, free=near | set(range(held))
+        operations, bound, sweep.room(operations), bundle=lanes, free=near | set(range(global_qubits))
     )
     return ready, [operation.on(places) for operation in waiting]
 
 
-def _bound(operations: Sequence[Operation], places: Sequence[int], held: int) -> set[int]:
-    """The numbers of the operations that cannot wait: they mix what is held now or later, or one that cannot wait must
-    follow them."""
+def _bound(operations: Sequence[Operation], places: Sequence[int], global_qubits: int) -> set[int]:
+    """The numbers of the operations that cannot wait: they mix what is global now or later, or one that cannot wait
+    must follow them."""
     last = len(operations) - 1
     backwards = operations[::-1]
     order = Order(backwards)
     bound = set()
     for number, operation in enumerate(backwards):
-        stays = all(min(position, places[position]) >= held for position in mixed_wires(operation))
+        stays = all(min(position, places[position]) >= global_qubits for position in mixed_wires(operation))
         if stays and order.ready(number):
             order.finish(number)
         else:

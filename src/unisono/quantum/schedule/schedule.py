@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Steps for a state whose first `held` positions are global qubits (step.py says what a position is).
+    """Steps for a state whose first `global_qubits` positions are global qubits (step.py says what a position is).
 
     `start[p]` is the wire at position p before the first step, `finish[p]` after the last. `prepare[w]` are constant
     gates on wire w alone that make the product state that the first step begins with."""
 
     wires: int
-    held: int
+    global_qubits: int
     start: tuple[int, ...]
     finish: tuple[int, ...]
     steps: tuple[Step, ...]
@@ -67,17 +67,17 @@ class Schedule:
         Without `start` the state begins as |0...0>, in any layout that suits; with it, as any state in that layout.
         `sweep` is what a rank can mix while it goes over its memory once."""
         require_circuit(circuit, "a schedule")
-        held, outer = _held(circuit.wires, ranks), _held(circuit.wires, nodes)
+        global_qubits, outer = _global_qubits(circuit.wires, ranks), _global_qubits(circuit.wires, nodes)
         _check_start(start, circuit.wires)
         if not isinstance(sweep, Sweep):
             raise UsageError(f"sweep={sweep!r}: expected a Sweep")
-        if outer > held:
+        if outer > global_qubits:
             raise UsageError(f"{nodes} nodes for {ranks} ranks: expected no more nodes than ranks")
-        ready = to_logical_qubits(circuit.operations, circuit.wires, circuit.wires - held, lead=start is None)
-        begin, steps, end = _cheapest(ready.operations, circuit.wires, outer, held, start, sweep)
-        in_order = _in_order(circuit.operations, held)
+        ready = to_logical_qubits(circuit.operations, circuit.wires, circuit.wires - global_qubits, lead=start is None)
+        begin, steps, end = _cheapest(ready.operations, circuit.wires, outer, global_qubits, start, sweep)
+        in_order = _in_order(circuit.operations, global_qubits)
         read = circuit.weights, circuit.features
-        return cls(circuit.wires, held, begin, _finish(ready, end), steps, ready.leading, in_order, *read)
+        return cls(circuit.wires, global_qubits, begin, _finish(ready, end), steps, ready.leading, in_order, *read)
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -99,7 +99,7 @@ class Schedule:
             raise UsageError("a schedule with measurements has no inverse")
         return Schedule(
             self.wires,
-            self.held,
+            self.global_qubits,
             self.finish,
             self.start,
             tuple(_undone(step) for step in reversed(self.steps)),
@@ -112,48 +112,55 @@ class Schedule:
 Piece = tuple[tuple[int, ...], Sequence[Operation]]  # the number of the segment on each tier, and its operations
 
 
-def _levels(operations: Sequence[Operation], wires: int, outer: int, held: int) -> tuple[list[Tier], list[Piece]]:
+def _levels(
+    operations: Sequence[Operation], wires: int, outer: int, global_qubits: int
+) -> tuple[list[Tier], list[Piece]]:
     """The same partition at each level: what fits a node, and within that what fits a rank."""
-    if not held:
+    if not global_qubits:
         return [], [((), operations)]
-    flat = outer in (0, held)
-    full = cluster(operations, wires - (held if flat else outer), relabel=True)
+    flat = outer in (0, global_qubits)
+    full = cluster(operations, wires - (global_qubits if flat else outer), relabel=True)
     if flat:
         needed = tuple(frozenset(piece.active) for piece in full)
-        return [Tier(0, held, needed)], [((number,), piece.operations) for number, piece in enumerate(full)]
+        return [Tier(0, global_qubits, needed)], [((number,), piece.operations) for number, piece in enumerate(full)]
     pieces: list[Piece] = []
     inner_needed: list[frozenset[int]] = []
     for number, part in enumerate(full):
-        for piece in cluster(part.operations, wires - held, relabel=True):
+        for piece in cluster(part.operations, wires - global_qubits, relabel=True):
             pieces.append(((number, len(inner_needed)), piece.operations))
             inner_needed.append(frozenset(piece.active))
     needed = tuple(frozenset(piece.active) for piece in full)
-    return [Tier(0, outer, needed), Tier(outer, held, tuple(inner_needed))], pieces
+    return [Tier(0, outer, needed), Tier(outer, global_qubits, tuple(inner_needed))], pieces
 
 
 Way = tuple[tuple[int, ...], tuple[Step, ...], tuple[int, ...]]  # wires by position before, the steps, wires after
 
 
 def _cheapest(
-    operations: Sequence[Operation], wires: int, outer: int, held: int, start: Sequence[int] | None, sweep: Sweep
+    operations: Sequence[Operation],
+    wires: int,
+    outer: int,
+    global_qubits: int,
+    start: Sequence[int] | None,
+    sweep: Sweep,
 ) -> Way:
     """As few exchanges as can be, with segments as they are or with fuller sweeps; or sweeps first, and exchanges
     between them. Where one sweep does a whole segment there is no choice."""
-    few = _paged(*_levels(operations, wires, outer, held), wires, start)
-    axes = wires - held
-    if not held or axes <= sweep.capacity + sweep.near:
+    few = _paged(*_levels(operations, wires, outer, global_qubits), wires, start)
+    axes = wires - global_qubits
+    if not global_qubits or axes <= sweep.capacity + sweep.near:
         return few
-    ways = [few, (few[0], tuple(postponed(few[1], wires, held, sweep)), few[2])]
+    ways = [few, (few[0], tuple(postponed(few[1], wires, global_qubits, sweep)), few[2])]
     low = sweep.near + sweep.lanes
-    if outer in (0, held) and axes - low - sweep.room(operations) >= held:
+    if outer in (0, global_qubits) and axes - low - sweep.room(operations) >= global_qubits:
         layout = range(wires) if start is None else start
         clusters = sweep.cluster(operations, layout)
         needed = tuple(frozenset(each.active) for each in clusters)
-        tier = Tier(0, held, needed, stay=frozenset(layout[wires - low :]), ahead=True)
+        tier = Tier(0, global_qubits, needed, stay=frozenset(layout[wires - low :]), ahead=True)
         ways.append(
             _paged([tier], [((number,), each.operations) for number, each in enumerate(clusters)], wires, start)
         )
-    return min(ways, key=lambda way: cost(way[1], wires, held, sweep))
+    return min(ways, key=lambda way: cost(way[1], wires, global_qubits, sweep))
 
 
 def _paged(tiers: Sequence[Tier], pieces: Sequence[Piece], wires: int, start: Sequence[int] | None) -> Way:
@@ -200,8 +207,10 @@ def _undone(step: Step) -> Step:
     return step
 
 
-def _in_order(operations: Sequence[Operation], held: int) -> int:
-    return sum(1 for each in operations if each.is_unitary and min(mixed_wires(each), default=held) < held)
+def _in_order(operations: Sequence[Operation], global_qubits: int) -> int:
+    return sum(
+        1 for each in operations if each.is_unitary and min(mixed_wires(each), default=global_qubits) < global_qubits
+    )
 
 
 def _check_start(start: Sequence[int] | None, wires: int) -> None:
@@ -211,10 +220,12 @@ def _check_start(start: Sequence[int] | None, wires: int) -> None:
         raise UsageError(f"start={start!r}: expected the wire at each position, each of 0 to {wires - 1} once")
 
 
-def _held(wires: int, ranks: int) -> int:
+def _global_qubits(wires: int, ranks: int) -> int:
     if not is_index(ranks) or ranks < 1 or ranks & (ranks - 1):
         raise UsageError(f"{ranks!r} ranks: expected a power of two")
-    held = ranks.bit_length() - 1
-    if held > wires:
-        raise UsageError(f"{ranks} ranks would hold {held} wires, but the circuit has {wires}; use {2**wires} or fewer")
-    return held
+    global_qubits = ranks.bit_length() - 1
+    if global_qubits > wires:
+        raise UsageError(
+            f"{ranks} ranks would hold {global_qubits} wires, but the circuit has {wires}; use {2**wires} or fewer"
+        )
+    return global_qubits

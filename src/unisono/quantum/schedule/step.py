@@ -1,9 +1,9 @@
 """The steps of a schedule: pure data, read alike by the plan, by the state that runs it and by the gradient.
 
 Note: positions. The physical index of an amplitude has n bits; position 0 is the most significant. The first g
-positions are the *held* bits, which a rank has in common for all its amplitudes; the others are the axes of its local
-array, axis a = position - g, axis 0 the most significant. A held index h belongs to the rank r with holds[r] == h:
-permuting gates on held positions only change that table, and cost nothing.
+positions are the *global* bits, which a rank has in common for all its amplitudes; the others are the axes of its local
+array, axis a = position - g, axis 0 the most significant. A global index h belongs to the rank r with holds[r] == h:
+permuting gates on global positions only change that table, and cost nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unisono.quantum.circuit.operation import Operation
 class Exchange:
     """Position give[i] and position take[i] trade places, all at once: one all-to-all among 2^k ranks.
 
-    It is its own inverse. `take` are held positions; `give` are local ones, or held ones of the same node."""
+    It is its own inverse. `take` are global positions; `give` are local ones, or global ones of the same node."""
 
     give: tuple[int, ...]
     take: tuple[int, ...]
@@ -26,8 +26,8 @@ class Exchange:
 
 @dataclass(frozen=True)
 class CircuitSegment:
-    """Unitary operations, on positions, that need no exchange: each is diagonal, or a control, on the held positions it
-    touches, or permutes held positions only."""
+    """Unitary operations, on positions, that need no exchange: each is diagonal, or a control, on the global positions
+    it touches, or permutes global positions only."""
 
     operations: Sequence[Operation]
 

@@ -33,23 +33,23 @@ class Sweep:
         lanes = len(wires) - self.lanes
         return frozenset(wires[lanes:]), frozenset(wires[lanes - self.near : lanes])
 
-    def cluster(self, operations: Sequence[Operation], wires: Sequence[int], held: int = 0) -> list[Cluster]:
-        """Operations, on wires in the order of positions, as sweeps; the first `held` need no room."""
+    def cluster(self, operations: Sequence[Operation], wires: Sequence[int], global_qubits: int = 0) -> list[Cluster]:
+        """Operations, on wires in the order of positions, as sweeps; the first `global_qubits` need no room."""
         lanes, near = self.lowest(wires)
-        return cluster(operations, self.room(operations), bundle=lanes, free=near | set(wires[:held]))
+        return cluster(operations, self.room(operations), bundle=lanes, free=near | set(wires[:global_qubits]))
 
 
 SWEEP = Sweep()
 
 
-def cost(steps: Iterable[Step], wires: int, held: int, sweep: Sweep = SWEEP) -> float:
+def cost(steps: Iterable[Step], wires: int, global_qubits: int, sweep: Sweep = SWEEP) -> float:
     """Of all steps, in sweeps."""
     total = 0.0
     for step in steps:
         if isinstance(step, CircuitSegment):
-            total += len(sweep.cluster(step.operations, range(wires), held))
+            total += len(sweep.cluster(step.operations, range(wires), global_qubits))
         elif isinstance(step, Exchange):
-            local = sum(give >= held for give in step.give)
+            local = sum(give >= global_qubits for give in step.give)
             total += _EXCHANGE * (1 - 0.5**local)
     return total
 

@@ -12,7 +12,7 @@ from torch import nn
 from unisono.comm.communicator import Communicator
 from unisono.comm.rendezvous import world
 from unisono.comm.rendezvous.launcher_env import find_rank_info
-from unisono.compat.vqnet.distributed.group import RankGroup, comm_of_group, groups_of
+from unisono.compat.vqnet.distributed.group import CommGroup, comm_of_group, groups_of
 from unisono.compat.vqnet.distributed.joining import joined
 from unisono.compat.vqnet.tensor.qtensor import plain, wrapped
 from unisono.compat.vqnet.whole import whole_number
@@ -74,7 +74,7 @@ class CommController:
 
     # ---- groups --------------------------------------------------------------------------------------------------
 
-    def split_group(self, rankL: Sequence[Sequence[int]]) -> list[RankGroup]:
+    def split_group(self, rankL: Sequence[Sequence[int]]) -> list[CommGroup]:
         """A pair (communicator, ranks) for each list; ranks outside a group have None for its communicator."""
         return groups_of(self.comm, rankL)
 
@@ -101,17 +101,17 @@ class CommController:
     def broadcast_model_params(self, model: nn.Module, root: int = 0) -> None:
         """Make every rank's parameters and buffers those of the root.
 
-        Pieces of layers that ranks share (ColumnParallelLinear, RowParallelLinear) differ by right, and stay.
+        Shards of layers that ranks share (ColumnParallelLinear, RowParallelLinear) differ by right, and stay.
         """
         if not isinstance(model, nn.Module):
             raise UsageError(f"broadcast_model_params takes a Module, not a {type(model).__name__}")
-        model = nn.Module()
+        replicated = nn.Module()
         for name, parameter in model.named_parameters():
             if not layout_of(parameter).splits:
-                model.register_parameter(name.replace(".", "/"), parameter)
+                replicated.register_parameter(name.replace(".", "/"), parameter)
         for name, buffer in model.named_buffers():
-            model.register_buffer(name.replace(".", "/"), buffer)
-        self.comm.broadcast_parameters(model, _rank("broadcast_model_params", "root", root))
+            replicated.register_buffer(name.replace(".", "/"), buffer)
+        self.comm.broadcast_parameters(replicated, _rank("broadcast_model_params", "root", root))
 
 
 def _memory(tensor: torch.Tensor, op: str) -> torch.Tensor:
@@ -151,6 +151,6 @@ def get_host_name() -> str:
     return socket.gethostname()
 
 
-def init_group(rank_lists: Sequence[Sequence[int]]) -> list[RankGroup]:
+def init_group(rank_lists: Sequence[Sequence[int]]) -> list[CommGroup]:
     """As CommController.split_group, for the world's ranks."""
     return groups_of(joined(), rank_lists)

@@ -10,14 +10,14 @@ from unisono.compat.vqnet.whole import whole_number
 from unisono.errors import UsageError
 
 
-class RankGroup(NamedTuple):
+class CommGroup(NamedTuple):
     """A group's communicator (None on ranks that are not in it) and its ranks in the world."""
 
     comm: Communicator | None
     ranks: list[int]
 
 
-def groups_of(comm: Communicator, rank_lists: Sequence[Sequence[int]]) -> list[RankGroup]:
+def groups_of(comm: Communicator, rank_lists: Sequence[Sequence[int]]) -> list[CommGroup]:
     """One group for each list; every rank calls it, with the same lists. A rank may be in several."""
     lists = [_ranks(ranks) for ranks in _listed(rank_lists)]
     for ranks in lists:
@@ -26,7 +26,7 @@ def groups_of(comm: Communicator, rank_lists: Sequence[Sequence[int]]) -> list[R
         for rank in ranks:
             if not 0 <= rank < comm.size:
                 raise UsageError(f"group {ranks}: rank {rank!r} is not one of 0 to {comm.size - 1}")
-    return [RankGroup(comm.subgroup(ranks) if comm.rank in ranks else None, ranks) for ranks in lists]
+    return [CommGroup(comm.subgroup(ranks) if comm.rank in ranks else None, ranks) for ranks in lists]
 
 
 def _listed(given: Any) -> list[Any]:
@@ -46,7 +46,7 @@ def comm_of_group(group: Any, otherwise: Communicator) -> Communicator:
     """Of what a VQNet program passes as `group`: an element of the list, its communicator, or None for all ranks."""
     if group is None:
         return otherwise
-    if isinstance(group, RankGroup):
+    if isinstance(group, CommGroup):
         if group.comm is None:
             raise UsageError(f"rank {otherwise.rank} is not in group {group.ranks}; only its ranks call on it")
         return group.comm
