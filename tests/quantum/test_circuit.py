@@ -162,7 +162,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: uq.feature(1.5), r"feature\(1.5\)"),  # type: ignore[arg-type]
     (lambda: uq.weight(0) * uq.weight(1), "not affine"),
     (lambda: Circuit(1) + Circuit(2), "2 wires to one of 1"),
-    (lambda: Circuit(3).compose(Circuit(2), wires=(0,)), "2 wires to place"),
+    (lambda: Circuit(3).compose(Circuit(2), wires=(0,)), "2 wires to map"),
     (lambda: Circuit(3).compose(Circuit(2).h(1), wires=(0, 7)), "different wires of 0 to 2"),
     (lambda: Circuit(2).measure(0).inverse(), "measure has no inverse"),
     (lambda: Circuit(3).compose(Circuit(2).measure(0), controls=(2,)), "cannot be controlled"),

@@ -62,7 +62,7 @@ def test_damage_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(DamagedStateError, match="damaged: the amplitudes from 0 on"):
         load(path)
     np.save(path / "000000.npy", array[:4])
-    with pytest.raises(DamagedStateError, match=r"shape \(4,\), but the manifest says complex128 \(32,\)"):
+    with pytest.raises(DamagedStateError, match=r"shape \(4,\), but the manifest has complex128 \(32,\)"):
         load(path)
     (path / "000000.npy").write_bytes(b"nothing")
     with pytest.raises(DamagedStateError, match=r"000000\.npy"):

@@ -1,4 +1,4 @@
-"""What callers give, checked: each refusal says what was given and what was expected, before anything is allocated."""
+"""What callers give, checked: each refusal has what was given and what was expected, before anything is allocated."""
 
 from __future__ import annotations
 

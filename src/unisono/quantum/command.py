@@ -37,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
     add("--features", default="", metavar="A,B,...", help="values of inputs called feature_0, feature_1, ...")
     add("--seed", type=int, default=0, help="of shots and measurements (default: 0)")
     add("--dtype", choices=("complex64", "complex128"), default="complex128")
-    add("--plan", action="store_true", help="say what it would take on N ranks, and run nothing")
+    add("--plan", action="store_true", help="print what it would take on N ranks, and run nothing")
     add("--draw", action="store_true", help="draw the circuit")
     add("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(handler=run)
@@ -133,19 +133,19 @@ def _show(name: str, found: dict[str, Any]) -> None:
     for each in found.get("observables", ()):
         variance = f"   variance {each['variance']:.9g}" if "variance" in each else ""
         print(f"<{each['observable']}> = {each['value']:.12g}{variance}")
-    _rows("outcome", found.get("counts"), lambda value: f"{value:>8d}", _bar)
-    _rows("reading", found.get("probabilities"), lambda value: f"{value:.9f}", _bar)
-    _rows("basis state", found.get("state"), lambda value: f"{value[0]:+.9f} {value[1]:+.9f}i", lambda *_: "")
+    _table("outcome", found.get("counts"), lambda value: f"{value:>8d}", _bar)
+    _table("reading", found.get("probabilities"), lambda value: f"{value:.9f}", _bar)
+    _table("basis state", found.get("state"), lambda value: f"{value[0]:+.9f} {value[1]:+.9f}i", lambda *_: "")
     if "saved" in found:
         print(f"the state is in {found['saved']}")
 
 
-def _rows(title: str, rows: dict[str, Any] | None, shown: Any, bar: Any) -> None:
-    if rows is None:
+def _table(title: str, entries: dict[str, Any] | None, shown: Any, bar: Any) -> None:
+    if entries is None:
         return
     print(title)
-    listed = list(rows.items())
-    total = sum(rows.values()) if title != "basis state" else 1
+    listed = list(entries.items())
+    total = sum(entries.values()) if title != "basis state" else 1
     for key, value in listed[:_MOST_ROWS]:
         print(f"  {key}  {shown(value)} {bar(value, total)}".rstrip())
     if len(listed) > _MOST_ROWS:

@@ -117,7 +117,7 @@ def on_rank(job: QuantumJob) -> dict[str, Any]:
 def read(job: QuantumJob, comm: Communicator | None) -> dict[str, Any]:
     """Simulate, and answer everything that is asked for. Every rank calls it."""
     circuit = job.circuit
-    shared = share(comm, circuit.wires, narrowest=narrowest(circuit.operations), warn=False)  # the answer says it
+    shared = share(comm, circuit.wires, narrowest=narrowest(circuit.operations), warn=False)  # it is in the answer
     found: dict[str, Any] = {
         "wires": circuit.wires,
         "operations": len(circuit),
@@ -164,13 +164,13 @@ def _answer(job: QuantumJob, comm: Communicator | None, found: dict[str, Any]) -
 def _observed(job: QuantumJob, state: State) -> list[dict[str, Any]]:
     made = observables(job.observables)
     values = expectations(state, made).tolist()
-    rows: list[dict[str, Any]] = [
+    entries: list[dict[str, Any]] = [
         {"observable": text, "value": value} for text, value in zip(job.observables, values, strict=True)
     ]
     if job.variance:
-        for row, variance in zip(rows, outputs.variances(state, made).tolist(), strict=True):
+        for row, variance in zip(entries, outputs.variances(state, made).tolist(), strict=True):
             row["variance"] = variance
-    return rows
+    return entries
 
 
 def _named(values: list[Any], bits: int) -> dict[str, Any]:

@@ -3,9 +3,9 @@
     layer = uq.Layer(circuit, observables=[uq.Z(0), "X1 X2"], comm=comm)
     out = layer(x)                  # (batch, observables); out.sum().backward() is the adjoint method
 
-Over a communicator, every rank calls the layer with the same batch and gets the whole output and the full gradient.
+Over a communicator, every rank calls the layer with the same batch and gets the full output and the full gradient.
 Ranks share each state; where the batch is large enough and their number is no power of two, groups of them share the
-samples. With a mesh, its axes say who shares what:
+samples. With a mesh, its axes define who shares what:
 
     layer = uq.Layer(circuit, "Z0", mesh=uni.Mesh((2, 4), ("dp", "qubits")), batch_axis="dp", state_axis="qubits")
 """
@@ -236,7 +236,7 @@ class _Evaluate(torch.autograd.Function):
 
 
 class _FirstOnly(torch.autograd.Function):
-    """Gradients as they are, which say so when they are differentiated: torch would take them for constants."""
+    """Gradients as they are, which raise when they are differentiated: torch would take them for constants."""
 
     @staticmethod
     def forward(ctx: Any, of_weights: torch.Tensor, of_x: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -274,7 +274,7 @@ def _mine(ranks: RankGroup, batch: int) -> range:
 
 
 def _gathered(out: torch.Tensor, layer: Layer, ranks: RankGroup) -> torch.Tensor:
-    """Every sample's output on every rank; a group's own rank 0 tells."""
+    """Every sample's output on every rank; a group's own rank 0 sends it."""
     if layer.comm is None or (ranks.groups == 1 and layer.comm.size == 1 << ranks.global_qubits):
         return out
     if ranks.comm is not None and ranks.comm.rank:
@@ -291,8 +291,8 @@ def _require_finite(weights: np.ndarray, samples: np.ndarray) -> None:
     """On all ranks alike, before any group begins with its samples."""
     for what, values in (("the weights", weights), ("the input", samples)):
         if not np.isfinite(values).all():
-            place = tuple(int(axis[0]) for axis in np.nonzero(~np.isfinite(values)))
-            raise UsageError(f"{what} of a quantum layer are {values[place]} at {list(place)}: expected finite angles")
+            index = tuple(int(axis[0]) for axis in np.nonzero(~np.isfinite(values)))
+            raise UsageError(f"{what} of a quantum layer are {values[index]} at {list(index)}: expected finite angles")
 
 
 def _check_axes(mesh: Grid | None, batch_axis: str, state_axis: str) -> None:

@@ -255,15 +255,15 @@ def _parts(
 
     With each part come all bits that are known of it and the wires that are its axes."""
     free = [wire for wire in state.layout[state.global_qubits :] if wire not in known]
-    cut = [wire for wire in free if wire not in full][: max(0, len(free) - _PART)]
-    axes = [axis for axis, wire in enumerate(state.layout[state.global_qubits :]) if wire in known or wire in cut]
-    for bits in product((0, 1), repeat=len(cut)):
-        all_known = {**known, **dict(zip(cut, bits, strict=True))}
+    split = [wire for wire in free if wire not in full][: max(0, len(free) - _PART)]
+    axes = [axis for axis, wire in enumerate(state.layout[state.global_qubits :]) if wire in known or wire in split]
+    for bits in product((0, 1), repeat=len(split)):
+        all_known = {**known, **dict(zip(split, bits, strict=True))}
         index = 0
         for axis in axes:
             index = index << 1 | all_known[state.layout[state.global_qubits + axis]]
         part = block(state.local, axes, index) if axes else state.local
-        yield part.reshape(-1), all_known, [wire for wire in free if wire not in cut]
+        yield part.reshape(-1), all_known, [wire for wire in free if wire not in split]
 
 
 def _summed(values: torch.Tensor, kept: Sequence[bool]) -> torch.Tensor:

@@ -86,10 +86,16 @@ def _courses(circuit: Circuit, state: State, shots: int, given: tuple, seed: int
 
 
 def _walk(
-    course: State, program: QuantumProgram, place: int, shots: np.ndarray, draws: list, bits: torch.Tensor, given: tuple
+    course: State,
+    program: QuantumProgram,
+    first_step: int,
+    shots: np.ndarray,
+    draws: list,
+    bits: torch.Tensor,
+    given: tuple,
 ) -> None:
-    """Run the steps from `place` on for shots that have read alike; at a measurement they part."""
-    for number in range(place, len(program.steps)):
+    """Run the steps from `first_step` on for shots that have read alike; at a measurement they part."""
+    for number in range(first_step, len(program.steps)):
         step = program.steps[number]
         if not isinstance(step, Measure):
             course.do(step, *given)
@@ -113,8 +119,8 @@ def _walk(
 def _parted(circuit: Circuit) -> tuple[Circuit, Circuit]:
     """What comes before the first measurement, reset or condition, and the rest."""
     operations = [each for each in circuit.operations if each.name != "barrier"]
-    first = next(place for place, each in enumerate(operations) if not each.is_unitary)
+    first = next(index for index, each in enumerate(operations) if not each.is_unitary)
     shared, rest = Circuit(circuit.wires, circuit.bits), Circuit(circuit.wires, circuit.bits)
-    for place, each in enumerate(operations):
-        (shared if place < first else rest).append(each)
+    for index, each in enumerate(operations):
+        (shared if index < first else rest).append(each)
     return shared, rest

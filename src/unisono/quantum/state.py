@@ -166,7 +166,7 @@ class State:
             )
 
     def partner_chunks(self, flip: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """The amplitudes of the rank whose global index differs by `flip`, a chunk at a time, with each chunk's place.
+        """The amplitudes of the rank whose global index differs by `flip`, a chunk at a time, with each chunk's offset.
 
         A chunk is only there until the next is asked for, and all of them must be."""
         partner = self.index_map.rank_of(int(self.index_map.table[self.rank]) ^ flip)
@@ -185,7 +185,7 @@ class State:
         """This rank's bit of a wire that ranks hold."""
         position = self._position(wire)
         if position >= self.global_qubits:
-            raise UsageError(f"wire {wire} is an axis of this rank's amplitudes; state.axis({wire}) says which")
+            raise UsageError(f"wire {wire} is an axis of this rank's amplitudes; state.axis({wire}) is its number")
         return self.index_map.bit(self.rank, position)
 
     def _position(self, wire: int) -> int:
@@ -219,9 +219,9 @@ class State:
         norm = float(torch.linalg.vector_norm(given, dtype=torch.complex128 if given.is_complex() else torch.float64))
         if not abs(norm - 1) <= NORM_TOLERANCE:
             raise UsageError(f"amplitudes of norm {norm:.6g}: expected 1; divide them by their norm")
-        return self.place(given)
+        return self.load_amplitudes(given)
 
-    def place(self, amplitudes: torch.Tensor) -> State:
+    def load_amplitudes(self, amplitudes: torch.Tensor) -> State:
         """The same for amplitudes of any norm: a co-state's."""
         full = (
             full_vector(amplitudes, self.wires)

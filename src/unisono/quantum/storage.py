@@ -102,7 +102,7 @@ def _read_block(folder: Path, manifest: dict[str, Any], at: int) -> np.ndarray:
         raise DamagedStateError(f"{file}: {error}; save the state again") from None
     if array.shape != (shard,) or str(array.dtype) != manifest["dtype"]:
         raise DamagedStateError(
-            f"{file} holds {array.dtype} of shape {array.shape}, but the manifest says {manifest['dtype']} ({shard},)"
+            f"{file} holds {array.dtype} of shape {array.shape}, but the manifest has {manifest['dtype']} ({shard},)"
         )
     amplitudes = np.array(array[at % shard : at % shard + manifest["block"]])
     if _digest(amplitudes) != manifest["digests"][at // manifest["block"]]:

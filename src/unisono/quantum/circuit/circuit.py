@@ -142,16 +142,16 @@ class Circuit(GateMethods):
         Weights and features keep their indices; see `shifted` for another circuit's own weights."""
         if not isinstance(other, Circuit):
             raise UsageError(f"compose of a {type(other).__name__}: expected a Circuit")
-        places = tuple(range(other.wires)) if wires is None else _wires(wires)
-        if len(places) != other.wires:
-            raise UsageError(f"compose: {other.wires} wires to place, but wires={_listed(places)}")
-        inside = all(is_index(wire) and 0 <= wire < self.wires for wire in places)
-        if not inside or len({*map(int, places)}) != len(places):
-            raise UsageError(f"compose: wires={_listed(places)}: expected different wires of 0 to {self.wires - 1}")
+        mapping = tuple(range(other.wires)) if wires is None else _wires(wires)
+        if len(mapping) != other.wires:
+            raise UsageError(f"compose: {other.wires} wires to map, but wires={_listed(mapping)}")
+        inside = all(is_index(wire) and 0 <= wire < self.wires for wire in mapping)
+        if not inside or len({*map(int, mapping)}) != len(mapping):
+            raise UsageError(f"compose: wires={_listed(mapping)}: expected different wires of 0 to {self.wires - 1}")
         pairs = _pairs(controls)
         bits = max(self.bits, other.bits)
-        placed = [operation.on(places) for operation in other.operations]
-        self._add([self._checked(each.controlled(pairs) if pairs else each, bits) for each in placed])
+        mapped = [operation.on(mapping) for operation in other.operations]
+        self._add([self._checked(each.controlled(pairs) if pairs else each, bits) for each in mapped])
         self.bits = bits
         return self
 

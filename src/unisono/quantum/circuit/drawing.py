@@ -1,6 +1,6 @@
 """Drawings of a circuit: as text, and as SVG (one self-contained file, no script, no font to load).
 
-`columns` places the operations; text and SVG only differ in how they draw a column.
+`columns` assigns operations to columns; text and SVG only differ in how they draw a column.
 """
 
 from __future__ import annotations

@@ -143,8 +143,8 @@ def _product(
 
 
 def _edge(edge: Sequence[float]) -> tuple[int, int, float]:
-    told = isinstance(edge, Sequence) or (isinstance(edge, np.ndarray) and edge.ndim == 1)
-    pair = told and not isinstance(edge, str | bytes) and len(edge) in (2, 3) and all(map(_is_wire, edge[:2]))
+    is_sequence = isinstance(edge, Sequence) or (isinstance(edge, np.ndarray) and edge.ndim == 1)
+    pair = is_sequence and not isinstance(edge, str | bytes) and len(edge) in (2, 3) and all(map(_is_wire, edge[:2]))
     if not pair or edge[0] == edge[1]:
         raise UsageError(f"edge {edge!r}: expected two different wires, and a strength if it is not 1")
     return int(edge[0]), int(edge[1]), affine(edge[2]).constant if len(edge) == 3 else 1.0

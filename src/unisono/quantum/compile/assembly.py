@@ -17,7 +17,7 @@ from unisono.quantum.compile.lowering import Primitive
 from unisono.quantum.compile.stages import CompiledStage, Mix, Term, stages
 from unisono.quantum.kernels import code
 
-TOGETHER = 3  # bits turned in one pass: 8 rows fill the registers
+TOGETHER = 3  # bits rotated in one pass: 8 rows fill the registers
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Batch:
 class Code:
     """A program for a state of 2^bits amplitudes with rows of 2^lane_bits.
 
-    Angle i is that of turn i, for i < turns, and of phase term i - turns after that. `terms` are records of
+    Angle i is that of rotation i, for i < turns, and of phase term i - turns after that. `terms` are records of
     the phases, as kernels/bind.py reads them. Places among values and sums are those of the batch."""
 
     bits: int
@@ -71,9 +71,9 @@ class Code:
 class Assembler:
     """Collects the arrays of a Code, sweep by sweep; a batch ends when it has `room` values or more.
 
-    `halved`: linear tables are in two parts, as kernels/code.py says. What is collected goes straight into the arrays
-    that the Code will have: lists of numbers, and a copy at the end, would be most of the memory that a circuit takes
-    beside its state."""
+    `halved`: linear tables are in two parts, as kernels/code.py defines. What is collected goes straight into the
+    arrays that the Code will have: lists of numbers, and a copy at the end, would be most of the memory that a circuit
+    takes beside its state."""
 
     def __init__(
         self, bits: int, lane_bits: int, row_bits: int, every: int = SKEW, *, room: int | None = None, halved: bool
@@ -167,7 +167,7 @@ class Assembler:
         op[code.SLOT] = self._turn_slot(mixes)
 
     def _pair(self, mix: Mix, row_bits: int) -> None:
-        """Entries 00, 01, 10, 11 and weights, for each lane; those of a turn are filled in with its angle."""
+        """Entries 00, 01, 10, 11 and weights, for each lane; those of a rotation are filled in with its angle."""
         op = self._op(code.PAIR, [mix], row_bits)
         op[code.COUNT], op[code.MASK0] = 1, mix.masks[0]
         weights = self._lane_weights(mix)

@@ -32,7 +32,7 @@ class Bound:
         self._wanted[-1] = 0.0  # for phases that have none
         self._batch: Batch | None = None  # whose numbers are there
 
-    def turn(self, weights: NDArray, features: NDArray) -> None:
+    def set_angles(self, weights: NDArray, features: NDArray) -> None:
         """Take these angles; a gradient comes with those of the run before, and finds its numbers still there."""
         from unisono.quantum.kernels.bind import evaluate
 

@@ -41,7 +41,7 @@ def assemble(
     room: int | None = None,
     halved: bool = True,
 ) -> Code:
-    """The program of operations on axes 0 (most significant) to bits - 1; the rest is as Assembler says."""
+    """The program of operations on axes 0 (most significant) to bits - 1; the rest is as for Assembler."""
     swept, capacity, near = sweeps(operations, bits, lane_bits, row_bits, near)
     assembler = Assembler(bits, lane_bits, capacity, skew, room=room, halved=halved)
     for tile in swept:
@@ -135,7 +135,9 @@ class Compiled:
     def _turned(self, space: Workspace, weights: Any, features: Any) -> Bound:
         """With these numbers for its angles."""
         bound = self._bound(space)
-        bound.turn(*[np.require(values, np.float64, ["C", "A", "W"]).reshape(-1) for values in (weights, features)])
+        bound.set_angles(
+            *[np.require(values, np.float64, ["C", "A", "W"]).reshape(-1) for values in (weights, features)]
+        )
         return bound
 
     def __call__(self, local: torch.Tensor, weights: Any = (), features: Any = ()) -> None:

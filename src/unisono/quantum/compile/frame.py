@@ -1,7 +1,7 @@
 """Bits of a tile as parities of its rows: how CNOT, X and SWAP cost nothing.
 
-Within a tile, the bit of an axis is the parity of some row bits, lane bits and outside bits (kernels/code.py says what
-those are). A CNOT adds the parity of its control to that of its target, and nothing moves.
+Within a tile, the bit of an axis is the parity of some row bits, lane bits and outside bits (kernels/code.py defines
+what those are). A CNOT adds the parity of its control to that of its target, and nothing moves.
 """
 
 from __future__ import annotations

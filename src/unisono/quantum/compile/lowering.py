@@ -78,7 +78,7 @@ def lower(operation: Operation) -> list[Primitive]:
 
 
 def _pauli_rotation(pauli_string: str, targets: tuple[int, ...], controls: Controls, angle: Affine) -> list[Primitive]:
-    """exp(-i angle P / 2): CNOT, CZ and S turn P into Y on one axis, and back."""
+    """exp(-i angle P / 2): CNOT, CZ and S map P to Y on one axis, and back."""
     by_wire = dict(zip(targets, pauli_string, strict=True))
     mixed = [target for target in targets if by_wire[target] != "Z"]
     if not mixed:
@@ -101,7 +101,7 @@ def _s(axis: int, sign: int) -> Phase:
 
 
 def _undone(step: Primitive) -> Primitive:
-    """CNOT and CZ undo themselves; S turns the other way."""
+    """CNOT and CZ undo themselves; S has an inverse."""
     if isinstance(step, Phase) and len(step.parities) == 1:
         return replace(step, constants=tuple(-angle for angle in step.constants))
     return step
@@ -149,7 +149,7 @@ def _rot(operation: Operation) -> list[Primitive]:
 
 
 def _x(operation: Operation) -> list[Primitive]:
-    """X under at most one control renames; under more, it is a turn by pi after a sign."""
+    """X under at most one control renames; under more, it is a rotation by pi after a sign."""
     (target,) = operation.targets
     if len(operation.controls) > 1:
         sign = Phase(operation.controls, ((target,),), (0.0, math.pi))
@@ -174,7 +174,7 @@ def _h(operation: Operation) -> list[Primitive]:
 
 
 def _root_x(operation: Operation, sign: int) -> list[Primitive]:
-    """The root of X is a quarter turn about X, times an eighth root of one."""
+    """The root of X is a rotation by pi/2 about X, times an eighth root of one."""
     (target,) = operation.targets
     return [
         _s(target, 1),

@@ -31,8 +31,8 @@ Form = tuple[tuple[int, ...], Any]  # shape and dtype of an array
 
 @dataclass(frozen=True, slots=True)
 class PackedArray:
-    """An array: `kept` as it is, or its bytes deflated, those of whole numbers as differences of type `narrow` between
-    rows that are `apart`."""
+    """An array: `kept` as it is, or its bytes deflated, those of unpacked numbers as differences of type `narrow`
+    between rows that are `apart`."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -58,8 +58,8 @@ class PackedArray:
         if not isinstance(self.kept, bytes):
             out[...] = self.kept
             return out
-        whole = zlib.decompress(self.kept, bufsize=max(1, out.size * self.narrow.itemsize))
-        numbers = np.frombuffer(whole, self.narrow)
+        unpacked = zlib.decompress(self.kept, bufsize=max(1, out.size * self.narrow.itemsize))
+        numbers = np.frombuffer(unpacked, self.narrow)
         if not self.apart:
             out[...] = numbers.reshape(self.shape)
             return out
@@ -77,7 +77,7 @@ class PackedArray:
 
 
 class Packed:
-    """`frame` is the program with empty arrays; `key` tells it from all others, from copies too."""
+    """`frame` is the program with empty arrays; `key` distinguishes it from all others, from copies too."""
 
     def __init__(self, code: Code) -> None:
         arrays = [*arrays_of(code)]

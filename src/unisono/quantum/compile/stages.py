@@ -20,12 +20,12 @@ Guards = tuple[tuple[Parity, int], ...]  # parities and the values they must hav
 
 @dataclass
 class Mix:
-    """Something that mixes rows: a turn of one bit, X under lanes, or a dense matrix on several bits."""
+    """Something that mixes rows: a rotation of one bit, X under lanes, or a dense matrix on several bits."""
 
     masks: tuple[int, ...]
     bits: tuple[Parity, ...]
     guards: Guards = ()
-    angle: Affine | None = None  # of a turn
+    angle: Affine | None = None  # of a rotation
     matrix: np.ndarray | None = None
     guard_masks: dict[int, int] = field(default_factory=dict)  # row mask that flips the parity of guard i alone
     level: int = 0
@@ -42,7 +42,7 @@ class Mix:
         return _changes(self.masks, other.reads) or _changes(other.masks, self.reads)
 
     def absorbs(self, other: Mix) -> bool:
-        """Whether both are turns of the same bit under the same guards, so that angles add up."""
+        """Whether both are rotations of the same bit under the same guards, so that angles add up."""
         same = self.masks == other.masks and self.bits == other.bits and self.guards == other.guards
         return same and self.angle is not None and other.angle is not None
 
@@ -85,12 +85,12 @@ def stages(primitives: Iterable[Primitive], layout: TileLayout, top: int) -> tup
                 frame.flip(target, control)
                 continue
             guards = ((frame.parity[control], 1),)
-            _place(made, Mix((frame.mask[target],), (frame.parity[target],), guards))
+            _add_mix(made, Mix((frame.mask[target],), (frame.parity[target],), guards))
         elif isinstance(primitive, Phase):
             bits = tuple(frame.group(top - axis for axis in group) for group in primitive.parities)
-            _place_term(made, Term(_guards(frame, primitive.controls, top), bits, primitive))
+            _add_term(made, Term(_guards(frame, primitive.controls, top), bits, primitive))
         else:
-            _place(made, _mix(frame, primitive, top))
+            _add_mix(made, _mix(frame, primitive, top))
     return made, frame
 
 
@@ -115,7 +115,7 @@ def _guards(frame: Frame, controls: Sequence[tuple[int, int]], top: int) -> Guar
     return tuple((frame.parity[top - axis], value) for axis, value in controls)
 
 
-def _place(made: list[CompiledStage], mix: Mix) -> None:
+def _add_mix(made: list[CompiledStage], mix: Mix) -> None:
     """After every phase it conflicts with; within that stage, after every mix it conflicts with."""
     first = 0
     for number in reversed(range(len(made))):
@@ -139,7 +139,7 @@ def _place(made: list[CompiledStage], mix: Mix) -> None:
     stage.mixes.append(mix)
 
 
-def _place_term(made: list[CompiledStage], term: Term) -> None:
+def _add_term(made: list[CompiledStage], term: Term) -> None:
     first = 0
     for number in reversed(range(len(made))):
         if any(_changes(mix.masks, term.reads) for mix in made[number].mixes):

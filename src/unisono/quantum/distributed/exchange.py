@@ -20,7 +20,7 @@ _BUFFERS = 4  # two to send and two to receive: one pair travels while the other
 
 
 def exchange_blocks(local: torch.Tensor, step: LocalExchange, comm: Communicator, chunk: int = DEFAULT_CHUNK) -> None:
-    """Do one exchange. A pair of ranks walks the same chunks in the same order, so each chunk finds its place."""
+    """Do one exchange. A pair of ranks walks the same chunks in the same order, so chunks match."""
     shared = staging(comm, min(chunk, _SHARED, 2 * local.nbytes)) if local.device.type == "cpu" else None
     for each in step.blocks:
         if shared is not None and shared.reaches(each.partner):
@@ -34,7 +34,7 @@ def exchange_blocks(local: torch.Tensor, step: LocalExchange, comm: Communicator
 def borrow(
     local: torch.Tensor, partner: int, comm: Communicator, chunk: int = DEFAULT_CHUNK
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """The partner's array, which it lends a chunk at a time while it borrows this rank's: (place, chunk) pairs."""
+    """The partner's array, which it lends a chunk at a time while it borrows this rank's: (offset, chunk) pairs."""
     shared = staging(comm, min(chunk, _SHARED, 2 * local.nbytes)) if local.device.type == "cpu" else None
     if shared is not None and shared.reaches(partner):
         yield from shared.borrow(chunks(local, _BUFFERS * shared.slot), partner)
@@ -54,7 +54,7 @@ def summed(value: torch.Tensor, comm: Communicator) -> float:
 
 
 def chunks(local: torch.Tensor, chunk: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """The array in parts of a power of two, so that four of them make a chunk, with their places."""
+    """The array in parts of a power of two, so that four of them make a chunk, with their offsets."""
     width = 1 << (max(1, chunk // (_BUFFERS * local.element_size())).bit_length() - 1)
     for offset in range(0, len(local), width):
         yield offset, local[offset : offset + width]

@@ -62,11 +62,11 @@ class GlobalIndexMap:
         return bool(wires) and max(wires) < self.global_qubits and not operation.is_diagonal
 
     def move(self, operation: Operation, *, undo: bool = False) -> None:
-        places = self._places(operation)
+        found = self._moves_of(operation)
         after = self.table.copy()
         acts = self._acting(operation, self.table)
         before = self._gather(self.table, operation.targets)
-        new = np.array([row for row, _ in places])
+        new = np.array([row for row, _ in found])
         if undo:
             new = np.argsort(new)
         values = new[before]
@@ -79,14 +79,14 @@ class GlobalIndexMap:
         mine = self.table[rank : rank + 1]
         if not self._acting(operation, mine)[0]:
             return []
-        _, phase = self._places(operation)[int(self._gather(mine, operation.targets)[0])]
+        _, phase = self._moves_of(operation)[int(self._gather(mine, operation.targets)[0])]
         return _phase(cmath.phase(phase)) if phase != 1 else []
 
-    def _places(self, operation: Operation) -> tuple[tuple[int, complex], ...]:
-        places = moves(operation.gate)
-        if places is None:
+    def _moves_of(self, operation: Operation) -> tuple[tuple[int, complex], ...]:
+        found = moves(operation.gate)
+        if found is None:
             raise AssertionError(f"{operation} mixes global positions; the schedule exchanges them first")
-        return places
+        return found
 
     def _acting(self, operation: Operation, table: NDArray[np.int64]) -> NDArray[np.bool_]:
         acts = np.ones(len(table), dtype=bool)

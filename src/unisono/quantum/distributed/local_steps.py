@@ -16,7 +16,7 @@ from unisono.quantum.schedule.step import CircuitSegment, Event, Exchange, Step
 
 @dataclass(frozen=True)
 class LocalOperations:
-    """Unitary operations on local axes, in order; a gphase without controls scales the whole local array."""
+    """Unitary operations on local axes, in order; a gphase without controls scales the full local array."""
 
     operations: Sequence[Operation]
     runners: dict[tuple[object, ...], Runner] = field(default_factory=dict, compare=False, repr=False)
@@ -32,7 +32,7 @@ class LocalOperations:
 @dataclass(frozen=True)
 class BlockExchange:
     """The block of the local array where `axes` read `block` (first axis most significant) goes to `partner`, whose own
-    block comes in its place."""
+    block replaces it."""
 
     partner: int
     block: int
@@ -98,7 +98,7 @@ def _measure(step: Event, index_map: GlobalIndexMap, rank: int) -> Measure:
 def local_exchange(exchange: Exchange, index_map: GlobalIndexMap, rank: int) -> LocalExchange:
     """Which block a rank exchanges with which partner.
 
-    Positions change places in pairs, so amplitude i and amplitude s(i) do, s being its own inverse. A rank's block v,
+    Positions are exchanged in pairs, so amplitude i and amplitude s(i) do, s being its own inverse. A rank's block v,
     the bits taken being t, goes to the rank whose bits are v, and is its block t."""
     global_qubits = index_map.global_qubits
     local = [(give, take) for give, take in zip(exchange.give, exchange.take, strict=True) if give >= global_qubits]

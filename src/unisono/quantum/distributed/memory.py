@@ -50,7 +50,7 @@ def require_room(
     what: str = "a state",
     states: int = 1,
 ) -> None:
-    """Refuse, on all ranks alike, what does not fit, `states` states that is; say what it needs and how many ranks
+    """Refuse, on all ranks alike, what does not fit, `states` states that is; report what it needs and how many ranks
     would do."""
     need = states * local_bytes(wires, global_qubits, dtype)
     need += min(buffers, 2 * local_bytes(wires, global_qubits, dtype)) if global_qubits else 0

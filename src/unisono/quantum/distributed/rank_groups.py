@@ -17,7 +17,7 @@ class RankGroup:
     rank.
 
     There are `groups` such groups, for different samples of a batch; this rank is in number `group`, or, being surplus,
-    in none (-1). `note` says what is unusual, or is empty."""
+    in none (-1). `note` has what is unusual, or is empty."""
 
     comm: Communicator | None
     global_qubits: int

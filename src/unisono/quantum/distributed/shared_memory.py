@@ -54,7 +54,7 @@ class SharedStaging:
     def reaches(self, rank: int) -> bool:
         return rank in self._maps
 
-    def place(self, rank: int, number: int, like: torch.Tensor) -> torch.Tensor:
+    def chunk_of(self, rank: int, number: int, like: torch.Tensor) -> torch.Tensor:
         """A rank's slot, as a tensor like another."""
         start = self._begin + (number % SLOTS) * self.slot
         flat = torch.frombuffer(self._maps[rank], dtype=like.dtype, count=like.numel(), offset=start)
@@ -65,18 +65,18 @@ class SharedStaging:
 
         A slot is packed again only when the partner has come to the chunk after: then it has unpacked this one."""
         for number, chunk in enumerate(chunks):
-            self.place(self._rank, number, chunk).copy_(chunk)
+            self.chunk_of(self._rank, number, chunk).copy_(chunk)
             self._meet(partner)
-            chunk.copy_(self.place(partner, number, chunk))
+            chunk.copy_(self.chunk_of(partner, number, chunk))
         self._meet(partner)
 
     def borrow(self, chunks: Iterator[tuple[int, torch.Tensor]], partner: int) -> Iterator[tuple[int, torch.Tensor]]:
         """The partner's chunks, where it put them, while it looks at this rank's; a slot is free as in
         `exchange_blocks`."""
-        for number, (place, chunk) in enumerate(chunks):
-            self.place(self._rank, number, chunk).copy_(chunk)
+        for number, (offset, chunk) in enumerate(chunks):
+            self.chunk_of(self._rank, number, chunk).copy_(chunk)
             self._meet(partner)
-            yield place, self.place(partner, number, chunk)
+            yield offset, self.chunk_of(partner, number, chunk)
         self._meet(partner)
 
     def total(self, value: float) -> float:
@@ -131,8 +131,8 @@ def known(comm: Communicator) -> SharedStaging | None:
 
 def _made(comm: Communicator, slot: int) -> SharedStaging | None:
     here = [rank for rank in range(comm.size) if comm.hosts[rank] == comm.hosts[comm.rank]]
-    told = comm.all_gather_object((f"{_FOLDER}/unisono-{secrets.token_hex(8)}", os.getpid()))
-    names, pids = [name for name, _ in told], [pid for _, pid in told]
+    gathered = comm.all_gather_object((f"{_FOLDER}/unisono-{secrets.token_hex(8)}", os.getpid()))
+    names, pids = [name for name, _ in gathered], [pid for _, pid in gathered]
     maps = _opened(comm, names, here, _LINE * comm.size + SLOTS * slot)
     able = maps is not None and importlib.util.find_spec("numba") is not None and all(_alive(pids[r]) for r in here)
     everyone = torch.tensor([able], dtype=torch.uint8)

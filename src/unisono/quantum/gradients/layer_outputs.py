@@ -110,7 +110,7 @@ def output_of(kind: str, observables: Sequence[PauliSum], wires: int, dtype: tor
         raise UsageError(f"output={kind!r}: expected 'expectations', 'state' or 'probabilities'")
     if kind == "expectations":
         if not observables:
-            raise UsageError("a layer of expectations needs observables; or say output='state' or 'probabilities'")
+            raise UsageError("a layer of expectations needs observables; or use output='state' or 'probabilities'")
         return Expectations(observables, wires, dtype)
     if observables:
         raise UsageError(f"output={kind!r} takes no observables")
@@ -123,7 +123,7 @@ def output_of(kind: str, observables: Sequence[PauliSum], wires: int, dtype: tor
 
 def _placed(state: State, amplitudes: torch.Tensor) -> State:
     """Amplitudes in the order of wires, as a state of this layout."""
-    return state.blank().place(amplitudes)
+    return state.blank().load_amplitudes(amplitudes)
 
 
 def _all(wires: int) -> int:

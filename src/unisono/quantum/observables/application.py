@@ -62,7 +62,7 @@ def _add(into: torch.Tensor, state: State, offset: int, theirs: torch.Tensor, gr
     axes, width = state.wires - state.global_qubits, len(theirs)
     global_index = int(state.index_map.table[state.rank]) ^ flip
     above = (global_index << axes) | offset
-    shifts: dict[int, dict[int, list[tuple[int, complex]]]] = {}  # by place, then by what is flipped within it
+    shifts: dict[int, dict[int, list[tuple[int, complex]]]] = {}  # by position, then by what is flipped within it
     for flips, signs, factor in group:
         sign = -1 if (above & signs & ~(width - 1)).bit_count() % 2 else 1
         at = offset ^ (flips & ((1 << axes) - 1) & ~(width - 1))

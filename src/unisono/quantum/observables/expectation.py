@@ -72,23 +72,23 @@ def pauli_values(state: State, pauli_strings: Sequence[PauliString], *, restore:
 
 
 def _enter(state: State, stage: MeasurementStage) -> None:
-    _turn(state, stage.rotate, back=False)
+    _rotate(state, stage.rotate, back=False)
     if stage.exchange is not None:
         state.exchange(local_exchange(stage.exchange, state.index_map, state.rank))
     state.layout = stage.layout
-    _turn(state, stage.rotate_back, back=True)
+    _rotate(state, stage.rotate_back, back=True)
 
 
 def _return(state: State, plan: Reading) -> None:
     for stage, before in zip(reversed(plan.stages[1:]), reversed(plan.stages[:-1]), strict=True):
-        _turn(state, stage.rotate_back, back=False)
+        _rotate(state, stage.rotate_back, back=False)
         if stage.exchange is not None:
             state.exchange(local_exchange(stage.exchange, state.index_map, state.rank))
         state.layout = before.layout
-        _turn(state, stage.rotate, back=True)
+        _rotate(state, stage.rotate, back=True)
 
 
-def _turn(state: State, rotations: BasisRotations, *, back: bool) -> None:
+def _rotate(state: State, rotations: BasisRotations, *, back: bool) -> None:
     operations = []
     for wire, pauli in rotations:
         axis = state.axis(wire)

@@ -36,7 +36,7 @@ class Shift:
 
 @dataclass(frozen=True)
 class MeasurementStage:
-    """Turn local wires, exchange, turn back the wires that came, and read.
+    """Rotate local wires, exchange, rotate back the wires that came, and read.
 
     `layout` is the one to read in; frames[wire] is the Pauli that a global qubit's Z then stands for."""
 

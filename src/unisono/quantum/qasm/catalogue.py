@@ -81,7 +81,7 @@ def operations(known: Known, angles: Sequence[Affine], wires: Sequence[int], exa
 
 
 def power(made: list[Operation], exponent: float) -> list[Operation] | None:
-    """The operations to a power: whole ones of anything, others of one rotation or phase; else None."""
+    """The operations to a power: integer ones of anything, others of one rotation or phase; else None."""
     if exponent == int(exponent):
         base = made if exponent >= 0 else [each.inverse() for each in reversed(made)]
         return base * abs(int(exponent))

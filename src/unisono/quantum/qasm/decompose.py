@@ -130,12 +130,14 @@ def _one_wire(target: int, controls: Controls, matrix: Matrix) -> list[Operation
 def _plane(operation: Operation, column: int, row: int, plane: Matrix) -> list[Operation]:
     targets, count = operation.targets, len(operation.targets)
     bits = [(column >> (count - 1 - at) & 1, row >> (count - 1 - at) & 1) for at in range(count)]
-    turn = next(at for at, (a, b) in enumerate(bits) if a != b)
-    held = ((targets[turn], bits[turn][1]),)
-    chain = [Operation(GATES["x"], (targets[at],), held) for at, (a, b) in enumerate(bits) if a != b and at != turn]
-    pattern = tuple((targets[at], bits[at][0]) for at in range(count) if at != turn)
-    small = plane if bits[turn] == (0, 1) else plane[::-1, ::-1]
-    made = [*chain, *_one_wire(targets[turn], (*operation.controls, *pattern), small), *reversed(chain)]
+    differing = next(at for at, (a, b) in enumerate(bits) if a != b)
+    held = ((targets[differing], bits[differing][1]),)
+    chain = [
+        Operation(GATES["x"], (targets[at],), held) for at, (a, b) in enumerate(bits) if a != b and at != differing
+    ]
+    pattern = tuple((targets[at], bits[at][0]) for at in range(count) if at != differing)
+    small = plane if bits[differing] == (0, 1) else plane[::-1, ::-1]
+    made = [*chain, *_one_wire(targets[differing], (*operation.controls, *pattern), small), *reversed(chain)]
     return _conditioned(made, operation)
 
 

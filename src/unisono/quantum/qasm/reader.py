@@ -411,7 +411,7 @@ class QasmParser:
         if len(numbers) not in (2, 3) or (len(numbers) == 3 and numbers[1] == 0):
             self.at.fail("expected [first:last] or [first:step:last] with a step that is not 0", token)
         first, *step, last = numbers
-        turns = between(first, last, *step)
-        if len(turns) > _LONGEST_LOOP:
-            self.at.fail(f"a loop of {len(turns)} turns: at most {_LONGEST_LOOP} are read", token)
-        return [*turns]
+        values = between(first, last, *step)
+        if len(values) > _LONGEST_LOOP:
+            self.at.fail(f"a loop of {len(values)} iterations: at most {_LONGEST_LOOP} are read", token)
+        return [*values]

@@ -1,4 +1,4 @@
-"""What names mean at one place of a text: registers, bits, values, gates."""
+"""What names mean at one point of a text: registers, bits, values, gates."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ class Scope:
     def _index(self, at: Cursor, size: int) -> int:
         token = at.token
         index = self.integer(at)
-        place = index + size if index < 0 and self.version > 2 else index
-        if not 0 <= place < size:
+        position = index + size if index < 0 and self.version > 2 else index
+        if not 0 <= position < size:
             at.fail(f"index {index} is out of range; the register has {size}, numbered 0 to {size - 1}", token)
-        return place
+        return position
 
 
 def between(start: int, stop: int, step: int = 1) -> range:

@@ -59,7 +59,7 @@ def tokenize(text: str, source: str) -> list[Token]:
 
 
 class Cursor:
-    """A place among the tokens of one source."""
+    """A position among the tokens of one source."""
 
     def __init__(self, tokens: list[Token], source: str, position: int = 0) -> None:
         self.tokens = tokens

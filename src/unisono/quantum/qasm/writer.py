@@ -117,8 +117,8 @@ class Writer:
         if operation.name in ("u2", "u3") and operation.controls:  # the library's differ from ours by a phase
             theta, phi, lam = operation.parameters if operation.name == "u3" else (_QUARTER, *operation.parameters)
             phase = Operation(GATES["gphase"], (), operation.controls, (theta * -0.5,))
-            turn = self._line("U", (theta, phi, lam), operation.wires, _modifiers(operation))
-            return [turn, *self._third(phase)]
+            rotation = self._line("U", (theta, phi, lam), operation.wires, _modifiers(operation))
+            return [rotation, *self._third(phase)]
         ones = all(value for _, value in operation.controls)
         short = _NAMES.get((operation.name, len(operation.controls)), "") if ones else ""
         if short in _STANDARD[3]:

@@ -3,7 +3,7 @@
 Read in this order:
 
     step             the steps: pure data
-    schedule         Schedule.of(circuit, ranks), the algorithm as a whole
+    schedule         Schedule.of(circuit, ranks), the algorithm
     logical_qubits   SWAPs become renamings; identities and barriers are removed
     partition        operations partitioned into segments that mix few qubits
     paging           which qubits are local in each segment (Belady's rule)

@@ -116,10 +116,10 @@ class Forecast:
 
     def __str__(self) -> str:
         ranks = 2**self.schedule.global_qubits
-        spread = f"{ranks} ranks" if ranks > 1 else "one rank"
+        shown_ranks = f"{ranks} ranks" if ranks > 1 else "one rank"
         shard = local_bytes(self.schedule.wires, self.schedule.global_qubits, self.dtype)
         lines = [
-            f"{self.schedule.wires} wires in {str(self.dtype).removeprefix('torch.')} on {spread}, each: "
+            f"{self.schedule.wires} wires in {str(self.dtype).removeprefix('torch.')} on {shown_ranks}, each: "
             f"{self.operations} operations",
             f"exchanges    {self.exchanges} (in order: {self.in_order_exchanges})",
             f"bytes sent   {shown_bytes(self.sent)} (in order: {shown_bytes(self.in_order_sent)})",

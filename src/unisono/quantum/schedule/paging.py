@@ -76,7 +76,7 @@ class Pages:
         return Exchange(tuple(give), tuple(take))
 
     def _sooner(self, level: int, held: list[int], idle: list[int], segment: int) -> list[int]:
-        """Global positions whose wires are needed sooner than those at the idle ones that would come in their place."""
+        """Global positions whose wires are needed sooner than those at the idle ones that would replace them."""
         uses = {position: self._next_use(level, self.wires[position], segment) for position in (*held, *idle)}
         held.sort(key=lambda position: (uses[position], position))
         return [mine for mine, theirs in zip(held, idle, strict=False) if uses[mine] < uses[theirs]]

@@ -91,8 +91,8 @@ def cluster(
         return forwards
     last = len(operations) - 1
     return [
-        Cluster(piece.active, piece.operations[::-1], [last - number for number in reversed(piece.numbers)])
-        for piece in reversed(backwards)
+        Cluster(part.active, part.operations[::-1], [last - number for number in reversed(part.numbers)])
+        for part in reversed(backwards)
     ]
 
 
@@ -111,8 +111,8 @@ def cluster_until(
     left: Sequence[int] | ChunkedList[int] = sorted(range(len(operations)), key=lambda number: number not in wanted)
     first: list[Operation] = []
     while next(iter(left), None) in wanted:
-        piece, left = _grow(operations, left, needs, order, capacity)
-        first += piece.operations
+        part, left = _grow(operations, left, needs, order, capacity)
+        first += part.operations
     return first, [operations[number] for number in left]
 
 
@@ -124,8 +124,8 @@ def _cluster(
     left: Sequence[int] | ChunkedList[int] = range(len(operations))
     clusters = []
     while left:
-        piece, left = _grow(operations, left, needs, order, capacity)
-        clusters.append(piece)
+        part, left = _grow(operations, left, needs, order, capacity)
+        clusters.append(part)
     return clusters
 
 

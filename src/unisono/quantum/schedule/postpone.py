@@ -34,31 +34,31 @@ def postponed(steps: Sequence[Step], wires: int, global_qubits: int, sweep: Swee
 
 def _moved(steps: Sequence[Step], wires: int) -> list[int]:
     """Where each position is after the exchanges that come first."""
-    places = list(range(wires))
+    positions = list(range(wires))
     for step in steps:
         if not isinstance(step, Exchange):
             break
         partner = dict(zip((*step.give, *step.take), (*step.take, *step.give), strict=True))
-        places = [partner.get(place, place) for place in places]
-    return places
+        positions = [partner.get(place, place) for place in positions]
+    return positions
 
 
 def _parted(
-    operations: Sequence[Operation], places: Sequence[int], global_qubits: int, sweep: Sweep
+    operations: Sequence[Operation], positions: Sequence[int], global_qubits: int, sweep: Sweep
 ) -> tuple[list[Operation], list[Operation]]:
     """What runs before the exchanges, and what waits, on the positions after them."""
-    wires = len(places)
-    if list(places) == list(range(wires)):
+    wires = len(positions)
+    if list(positions) == list(range(wires)):
         return list(operations), []
     lanes, near = sweep.lowest(range(wires))
-    bound = _bound(operations, places, global_qubits)
+    bound = _bound(operations, positions, global_qubits)
     ready, waiting = cluster_until(
         operations, bound, sweep.room(operations), bundle=lanes, free=near | set(range(global_qubits))
     )
-    return ready, [operation.on(places) for operation in waiting]
+    return ready, [operation.on(positions) for operation in waiting]
 
 
-def _bound(operations: Sequence[Operation], places: Sequence[int], global_qubits: int) -> set[int]:
+def _bound(operations: Sequence[Operation], positions: Sequence[int], global_qubits: int) -> set[int]:
     """The numbers of the operations that cannot wait: they mix what is global now or later, or one that cannot wait
     must follow them."""
     last = len(operations) - 1
@@ -66,7 +66,7 @@ def _bound(operations: Sequence[Operation], places: Sequence[int], global_qubits
     order = Order(backwards)
     bound = set()
     for number, operation in enumerate(backwards):
-        stays = all(min(position, places[position]) >= global_qubits for position in mixed_wires(operation))
+        stays = all(min(position, positions[position]) >= global_qubits for position in mixed_wires(operation))
         if stays and order.ready(number):
             order.finish(number)
         else:

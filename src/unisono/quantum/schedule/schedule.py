@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Steps for a state whose first `global_qubits` positions are global qubits (step.py says what a position is).
+    """Steps for a state whose first `global_qubits` positions are global qubits (step.py defines positions).
 
     `start[p]` is the wire at position p before the first step, `finish[p]` after the last. `prepare[w]` are constant
     gates on wire w alone that make the product state that the first step begins with."""
@@ -109,28 +109,28 @@ class Schedule:
         )
 
 
-Piece = tuple[tuple[int, ...], Sequence[Operation]]  # the number of the segment on each tier, and its operations
+Part = tuple[tuple[int, ...], Sequence[Operation]]  # the number of the segment on each tier, and its operations
 
 
 def _levels(
     operations: Sequence[Operation], wires: int, outer: int, global_qubits: int
-) -> tuple[list[Tier], list[Piece]]:
+) -> tuple[list[Tier], list[Part]]:
     """The same partition at each level: what fits a node, and within that what fits a rank."""
     if not global_qubits:
         return [], [((), operations)]
     flat = outer in (0, global_qubits)
     full = cluster(operations, wires - (global_qubits if flat else outer), relabel=True)
     if flat:
-        needed = tuple(frozenset(piece.active) for piece in full)
-        return [Tier(0, global_qubits, needed)], [((number,), piece.operations) for number, piece in enumerate(full)]
-    pieces: list[Piece] = []
+        needed = tuple(frozenset(part.active) for part in full)
+        return [Tier(0, global_qubits, needed)], [((number,), part.operations) for number, part in enumerate(full)]
+    parts: list[Part] = []
     inner_needed: list[frozenset[int]] = []
     for number, part in enumerate(full):
-        for piece in cluster(part.operations, wires - global_qubits, relabel=True):
-            pieces.append(((number, len(inner_needed)), piece.operations))
-            inner_needed.append(frozenset(piece.active))
-    needed = tuple(frozenset(piece.active) for piece in full)
-    return [Tier(0, outer, needed), Tier(outer, global_qubits, tuple(inner_needed))], pieces
+        for inner in cluster(part.operations, wires - global_qubits, relabel=True):
+            parts.append(((number, len(inner_needed)), inner.operations))
+            inner_needed.append(frozenset(inner.active))
+    needed = tuple(frozenset(part.active) for part in full)
+    return [Tier(0, outer, needed), Tier(outer, global_qubits, tuple(inner_needed))], parts
 
 
 Way = tuple[tuple[int, ...], tuple[Step, ...], tuple[int, ...]]  # wires by position before, the steps, wires after
@@ -145,7 +145,7 @@ def _cheapest(
     sweep: Sweep,
 ) -> Way:
     """As few exchanges as can be, with segments as they are or with fuller sweeps; or sweeps first, and exchanges
-    between them. Where one sweep does a whole segment there is no choice."""
+    between them. Where one sweep does a full segment there is no choice."""
     few = _paged(*_levels(operations, wires, outer, global_qubits), wires, start)
     axes = wires - global_qubits
     if not global_qubits or axes <= sweep.capacity + sweep.near:
@@ -163,15 +163,15 @@ def _cheapest(
     return min(ways, key=lambda way: cost(way[1], wires, global_qubits, sweep))
 
 
-def _paged(tiers: Sequence[Tier], pieces: Sequence[Piece], wires: int, start: Sequence[int] | None) -> Way:
+def _paged(tiers: Sequence[Tier], parts: Sequence[Part], wires: int, start: Sequence[int] | None) -> Way:
     pages = Pages.fresh(wires, tiers) if start is None else Pages(start, tiers)
     begin = tuple(pages.wires)
-    steps = tuple(_merged(_steps(pieces, pages), pieces[0][1] if pieces else ()))
+    steps = tuple(_merged(_steps(parts, pages), parts[0][1] if parts else ()))
     return begin, steps, tuple(pages.wires)
 
 
-def _steps(pieces: Sequence[Piece], pages: Pages) -> Iterator[Step]:
-    for numbers, operations in pieces:
+def _steps(parts: Sequence[Part], pages: Pages) -> Iterator[Step]:
+    for numbers, operations in parts:
         yield from pages.enter(numbers)
         position_of = [0] * len(pages.wires)
         for position, wire in enumerate(pages.wires):

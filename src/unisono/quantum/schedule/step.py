@@ -16,7 +16,7 @@ from unisono.quantum.circuit.operation import Operation
 
 @dataclass(frozen=True)
 class Exchange:
-    """Position give[i] and position take[i] trade places, all at once: one all-to-all among 2^k ranks.
+    """Position give[i] and position take[i] are exchanged, all at once: one all-to-all among 2^k ranks.
 
     It is its own inverse. `take` are global positions; `give` are local ones, or global ones of the same node."""
 

@@ -59,5 +59,5 @@ def tiles(
 ) -> list[Tile]:
     """One rank's operations, on its axes, partitioned into sweeps that mix at most `capacity` axes each; those of
     `bundle` all together or not at all, and those that are `free` besides."""
-    pieces = cluster(operations, capacity, bundle=frozenset(bundle), free=frozenset(free))
-    return [Tile(tuple(sorted(piece.active)), tuple(piece.operations)) for piece in pieces]
+    clusters = cluster(operations, capacity, bundle=frozenset(bundle), free=frozenset(free))
+    return [Tile(tuple(sorted(each.active)), tuple(each.operations)) for each in clusters]
