@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.graph.render.colours import COLOURS, OTHER
+from unisono.graph.render.communication import ranks_text
 from unisono.graph.render.sizes import size_text
 from unisono.report.run_record import Run
 
@@ -61,7 +62,7 @@ def _row(line: dict[str, Any]) -> Row:
     where = line["path"]
     if kind == "communication":
         ends = _ENDS.get(name, "among")
-        ranks = ", ".join(map(str, line["ranks"]))
+        ranks = ranks_text(line["ranks"], ", ")
         where = " ".join(filter(None, (f"{ends} {'rank' if name in _ENDS else 'ranks'} {ranks}", line["path"])))
         where += f" ({size_text(line['bytes'])})"
     words = " ".join((kind, name, line["shape"], where, line["phase"])).lower()

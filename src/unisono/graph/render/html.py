@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from html import escape
 
 from unisono.graph.render.colours import COLOURS, OTHER, colour_of
+from unisono.graph.render.communication import ranks_text
 from unisono.graph.render.listing import CollectiveStep, ListedInput, ListedOp, Listing
 from unisono.graph.render.sizes import size_text
 from unisono.graph.render.text import after_texts, rank_text, total_text
@@ -113,7 +114,7 @@ def _given(given: list[ListedInput]) -> Iterator[str]:
 def _row(line: ListedOp) -> Iterator[str]:
     collectives = [collective for collective in (*line.forward, *line.backward) if collective.is_collective]
     words = " ".join((line.serial, line.distributed, line.path, line.source, line.local, line.note and "note"))
-    words += " ".join(f"{collective.kind} {collective.ranks}" for collective in collectives)
+    words += " ".join(f"{collective.kind} ({ranks_text(collective.ranks, ', ')})" for collective in collectives)
     data = f'data-collectives="{int(bool(collectives))}" data-text="{escape(words.lower(), quote=True)}"'
     if line.serial:
         instead = f' <span class="soft">as {escape(line.local)}</span>' if line.local else ""
@@ -150,7 +151,7 @@ def _collective(collective: CollectiveStep) -> str:
         if collective.is_collective
         else "no communication"
     )
-    ranks = f"ranks ({','.join(map(str, collective.ranks))})" if collective.is_collective else ""
+    ranks = f"ranks ({ranks_text(collective.ranks)})" if collective.is_collective else ""
     words = " ".join(filter(None, (f"over {', '.join(collective.axes)}", ranks, shapes, collective.detail, size)))
     return f'<b style="background:{colour_of(collective.kind)}">{collective.kind}</b> {escape(words)}'
 
@@ -159,7 +160,7 @@ def _sums(listing: Listing) -> Iterator[str]:
     for title, listed in after_texts(listing):
         yield f"<h1>{title}</h1>"
         for collective in listed:
-            ranks = f"ranks ({','.join(map(str, collective.ranks))})"
+            ranks = f"ranks ({ranks_text(collective.ranks)})"
             words = escape(
                 f"over {', '.join(collective.axes)} {ranks} {collective.detail} {size_text(collective.received)}"
             )

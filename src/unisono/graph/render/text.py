@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from unisono.graph.render.communication import ranks_text
 from unisono.graph.render.listing import CollectiveStep, ListedOp, Listing
 from unisono.graph.render.sizes import size_text
 
@@ -78,7 +79,7 @@ def _both(line: ListedOp, width: int) -> Iterator[str]:
 
 
 def collective_text(collective: CollectiveStep) -> str:
-    ranks = f"({','.join(map(str, collective.ranks))})"
+    ranks = f"({ranks_text(collective.ranks)})"
     shapes = f"{_shape(collective.before)} -> {_shape(collective.after)}"
     size = (
         ""
@@ -101,7 +102,7 @@ def _foot(listing: Listing) -> Iterator[str]:
     for title, listed in after_texts(listing):
         yield title
         for collective in listed:
-            ranks = f"({','.join(map(str, collective.ranks))})"
+            ranks = f"({ranks_text(collective.ranks)})"
             size = size_text(collective.received)
             yield f"  {collective.kind} over {', '.join(collective.axes)} {ranks}: {collective.detail}, {size}"
 
