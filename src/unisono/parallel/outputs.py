@@ -26,7 +26,8 @@ def joined(
     """`parts` are this rank's outputs for its microbatches, of `batch_sizes` samples; `comm` joins the data ranks.
 
     output_dims: where samples are in each leaf; one that is made of all samples (dim=None) is refused. Of what is no
-    tensor, and with `may_lack_samples` of tensors without samples, the first is taken: they must not depend on the samples.
+    tensor, and with `may_lack_samples` of tensors without samples, the first is taken: they must not depend on the
+    samples.
     """
     if len(parts) == 1 and comm.size == 1:
         return parts[0]
