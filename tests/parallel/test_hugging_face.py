@@ -18,7 +18,8 @@ from unisono.errors import UsageError
 from unisono.parallel.rules import published as published_rules
 from unisono.parallel.rules.rules import published
 from unisono.parallel.task import Task
-from unisono.parallel.tensor.tensor_parallel import _require_sound, fitting_rules, styles_of
+from unisono.parallel.tensor.rule_checks import require_sound
+from unisono.parallel.tensor.tensor_parallel import fitting_rules, styles_of
 from unisono.plan.plan import Plan
 from unisono.verify.float64 import Float64Mode
 from unisono.verify.verify import verify_here
@@ -165,7 +166,7 @@ def test_mixtures_and_latent_attention(pools: Pools, build: Callable[[], nn.Modu
 def test_heads_that_tp_does_not_divide() -> None:
     model = llama()
     with pytest.raises(UsageError, match="k_proj has 4 heads of 4, which tp=8 does not divide"):
-        _require_sound(model, styles_of(model, 8), 8)
+        require_sound(model, styles_of(model, 8), 8)
 
 
 def test_a_plan_that_is_not_known() -> None:

@@ -15,7 +15,8 @@ from tests.ranks import RankPool
 from unisono.errors import UsageError
 from unisono.parallel.rules.derived import _candidates
 from unisono.parallel.rules.rules import known
-from unisono.parallel.tensor.tensor_parallel import _require_sound, styles_of
+from unisono.parallel.tensor.rule_checks import require_sound
+from unisono.parallel.tensor.tensor_parallel import styles_of
 
 Pools = Callable[[str, int], RankPool]
 
@@ -134,7 +135,7 @@ def test_what_shapes_suggest_is_tried(block: type[nn.Module]) -> None:
 def test_rules_that_cannot_be_right(rules: dict[str, str], ranks: int, message: str | None) -> None:
     def check() -> None:
         model = gpt()
-        _require_sound(model, styles_of(model, ranks, rules), ranks)
+        require_sound(model, styles_of(model, ranks, rules), ranks)
 
     if message is None:
         check()

@@ -1,6 +1,6 @@
 """Tensor parallelism: every layer is shared by the ranks of "tp", all of which see the same samples.
 
-tensor_parallel  the entry: applies rules (parallel/rules) to a model
+tensor_parallel  the entry: applies rules (parallel/rules) to a model; rule_checks: what it refuses
 linear, convolution, attention, vocabulary   the layers
 deferred         a linear layer whose weight gradient can wait
 logits           logits that stay sharded until the loss

@@ -40,11 +40,8 @@ from unisono.parallel.tensor.linear import ColumnParallelLinear, RowParallelLine
 from unisono.parallel.tensor.logits import keep_in_shards
 from unisono.parallel.tensor.parameter_shards import ParameterSharder, add_up, packed
 from unisono.parallel.tensor.region import Region
+from unisono.parallel.tensor.rule_checks import HEAD_SIZES, LINEAR_KINDS, is_rowwise, require_sound
 from unisono.parallel.tensor.vocabulary import VocabParallelEmbedding
-
-INSIDE = ("row_sum", "column_inside")
-_LINEAR_KINDS = ("column", "column_gather", "vocab_head", "logits", "row", "row_split", *INSIDE)
-_HEAD_SIZES = ("head_dim", "attention_head_size", "head_size")
 
 Regions = Callable[[str], Region]
 _known: dict[int, tuple[nn.Module, dict[int, Rules]]] | None = None  # rules that a model shows, by ranks
@@ -73,11 +70,168 @@ def tensor_parallelize(model: nn.Module, mesh: Mesh, rules: Rules | None = None,
     return model
 
 
+def _shard_model(model: nn.Module, styles: Styles, comm: Communicator, region_of: Regions) -> None:
+    shards = ParameterSharder(comm.rank, comm.size)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    heads = heads_of(model, styles, modules)
+    made: dict[nn.Module, nn.Module] = {}
+    for name, style in styles.items():
+        module = modules.get(name)
+        if module is None:
+            _shard_parameter(name, modules, style, shards)
+        elif module in heads:
+            layer = ColumnParallelLinear.from_linear(module, region_of(name), gather_output=False, shards=shards)
+            layer.register_forward_hook(_leaving(region_of(name)))
+            keep_in_shards(layer, features(module)[1], comm)
+            made[module] = _in_place_of(module, layer)
+        elif convolution.is_shardable(module) and style.kind in convolution.KINDS:
+            convolution.shard(module, style, region_of(name), shards)
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    setattr(parameter, READ_BY_PARENT, style.kind == "channels")
+        elif module not in made and style.kind in (*LINEAR_KINDS, "vocab"):
+            style = Style("column_gather") if style.kind == "logits" else style
+            made[module] = _sharded(name, module, style, region_of(name), shards)
+        elif module not in made:
+            if style.kind == "mla_kv":
+                attention.share_rope_key(modules[name.rpartition(".")[0]], module, region_of(name))
+            replacement = _replacement(module, style, region_of(name), shards)
+            if replacement is not None:
+                made[module] = _in_place_of(module, replacement)
+    for parent in list(model.modules()):
+        for child_name, child in parent._modules.items():
+            if child in made:
+                parent._modules[child_name] = made[child]
+    _share_shards(model, shards)
+
+
+def heads_of(model: nn.Module, styles: Styles, modules: dict[str, nn.Module]) -> set[nn.Module]:
+    """The layers that make logits: those that a rule or the model (Hugging Face) names, or that share their weight with
+    an embedding."""
+    declared = getattr(model, "get_output_embeddings", lambda: None)()
+    tied = {id(module.weight) for module in modules.values() if isinstance(module, nn.Embedding)}
+    gathered = [modules[name] for name, style in styles.items() if style == Style("column_gather")]
+    by_rule = [modules[name] for name, style in styles.items() if style.kind == "logits"]
+    by_model = [head for head in gathered if head is declared or id(head.weight) in tied]
+    return {head for head in (*by_rule, *by_model) if custom_layers.is_plain(head) and not user_hooks.has_hooks(head)}
+
+
+def _sharded(name: str, module: nn.Module, style: Style, region: Region, shards: ParameterSharder) -> nn.Module:
+    """A linear layer or embedding on this rank: a parallel layer, or the module itself where it is of another class."""
+    hooked = user_hooks.has_hooks(module)
+    split = None if style.kind == "vocab" else _feature_split(module, style, shards.ranks)
+    if custom_layers.is_plain(module):
+        layer = _in_place_of(module, _parallel_layer(module, style, region, shards))
+    else:
+        sharding = custom_layers.require_sharding(name, module, style, shards.ranks)
+        custom_layers.shard_in_place(name, module, style, region, shards, sharding)
+        layer = module
+    if hooked and split is not None:
+        user_hooks.show_full_tensors(layer, style, split, region)
+    return layer
+
+
+def _feature_split(module: nn.Module, style: Style, ranks: int) -> Split:
+    inputs, outputs = features(module)
+    return packed(0, [inputs] if is_rowwise(style) else part_lengths(outputs, style.parts), ranks)
+
+
+def _in_place_of(module: nn.Module, layer: nn.Module) -> nn.Module:
+    """The layer, with the hooks of the module that it replaces, and what a user has written on it."""
+    user_hooks.carry_hooks(module, layer)
+    for key, value in vars(module).items():
+        if key not in vars(layer) and not key.startswith("_"):
+            setattr(layer, key, value)
+    return layer
+
+
+def _leaving(region: Region) -> Callable[..., None]:
+    return lambda *_: region.locate_outside()
+
+
+def _parallel_layer(module: nn.Module, style: Style, region: Region, shards: ParameterSharder) -> nn.Module:
+    match style.kind:
+        case "column" | "column_gather" | "vocab_head" | "column_inside":
+            gathers, is_inside = style.kind == "column_gather", style.kind == "column_inside"
+            return ColumnParallelLinear.from_linear(
+                module, region, gather_output=gathers, parts=style.parts, shards=shards, is_inside=is_inside
+            )
+        case "row" | "row_split" | "row_sum":
+            parallel, is_inside = style.kind != "row_split", style.kind == "row_sum"
+            return RowParallelLinear.from_linear(
+                module, region, input_is_parallel=parallel, shards=shards, is_inside=is_inside
+            )
+    assert isinstance(module, nn.Embedding)
+    return VocabParallelEmbedding.from_embedding(module, region.comm, shards=shards)
+
+
+def _replacement(module: nn.Module, style: Style, region: Region, shards: ParameterSharder) -> nn.Module | None:
+    """The module that replaces another; None where the module itself is changed."""
+    match style.kind:
+        case "heads" if isinstance(module, nn.MultiheadAttention):
+            return ParallelMultiheadAttention.from_attention(module, region, shards)
+        case "heads":
+            attention.by_heads(module, style.attributes, region)
+        case "sizes":
+            attention.divide_sizes(module, style.attributes, region.comm.size)
+        case "experts":
+            _sum_experts(module, region)
+        case "summed":
+            for parameter in module.parameters():
+                add_up(parameter, "tp")
+    return None
+
+
+def _shard_parameter(name: str, modules: dict[str, nn.Module], style: Style, shards: ParameterSharder) -> None:
+    """Expert weights: (experts, outputs, inputs); parameters by channel."""
+    owner_name, _, parameter_name = name.rpartition(".")
+    owner = modules[owner_name]
+    full: Any = getattr(owner, parameter_name)
+    if style.kind == "summed":
+        add_up(full, "tp")
+        return
+    if style.kind == "channels":
+        shard = shards.shard(full, packed(style.dim, [full.shape[style.dim]], shards.ranks))
+        setattr(shard, READ_BY_PARENT, True)
+        setattr(owner, parameter_name, shard)
+        return
+    dim = 1 if style.kind == "column" else 2
+    split = packed(dim, part_lengths(full.shape[dim], style.parts), shards.ranks)
+    setattr(owner, parameter_name, shards.shard(full, split))
+
+
+def _sum_experts(module: nn.Module, region: Region) -> None:
+    """Every rank has a slice of every expert: tokens and their weights come in full, and the outputs are summed."""
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(map(region.enter_tokens, args)), {key: region.enter_tokens(value) for key, value in kwargs.items()}
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        return region.leave_tokens(output)
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(leave, prepend=True)
+
+
+def _share_shards(model: nn.Module, shards: ParameterSharder) -> None:
+    """Modules that only hold a parameter that a layer elsewhere uses hold its shard from now on."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter in shards.made:
+                module._parameters[name] = shards.made[parameter][1]
+                setattr(module, BORROWS, True)
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # it would reach past the layers' forward for their weights
+
+
+# ---- the style of each module ----------------------------------------------------------------------------------------
+
+
 def require_shareable(model: nn.Module, ranks: int, rules: Rules | None = None) -> Styles:
     """How each module is to be sharded; UsageError where so many ranks cannot share it, as with heads that they do not
     divide."""
     styles = styles_of(model, ranks, rules)
-    _require_sound(model, styles, ranks)
+    require_sound(model, styles, ranks)
     return styles
 
 
@@ -198,7 +352,7 @@ def _named(styles: Styles) -> dict[str, str]:
 def _sharded_alone(module: nn.Module, rules: Rules, comm: Any) -> None:
     """Share one module by rules, without a mesh."""
     styles = matched(module, rules)
-    _require_sound(module, styles, comm.size)
+    require_sound(module, styles, comm.size)
     region = Region(comm)
     _shard_model(module, styles, comm, lambda name: region)
 
@@ -209,7 +363,7 @@ def _find_attentions(model: nn.Module, styles: Styles) -> None:
         inside = {styles[child].kind for child in _children(name, module) if child in styles}
         if "mla_kv" in inside:
             continue  # full layers there read the input too, and heads are counted by their width
-        if name not in styles and {"column", "row"} <= inside and any(hasattr(module, size) for size in _HEAD_SIZES):
+        if name not in styles and {"column", "row"} <= inside and any(hasattr(module, size) for size in HEAD_SIZES):
             styles[name] = Style("heads")
 
 
@@ -219,8 +373,10 @@ def _children(name: str, module: nn.Module) -> list[str]:
 
 def _follow_ties(model: nn.Module, styles: Styles, *, explicit: bool) -> None:
     """Layers that share a weight are sharded alike: where nobody gave rules, the others follow the one that has one."""
-    layers = {name: module for name, module in model.named_modules() if is_linear(module) or _is_embedding(module)}
-    for name in [name for name in styles if name in layers and not _rowwise(styles[name])]:
+    layers = {
+        name: module for name, module in model.named_modules() if is_linear(module) or isinstance(module, nn.Embedding)
+    }
+    for name in [name for name in styles if name in layers and not is_rowwise(styles[name])]:
         for other, module in layers.items():
             if module is layers[name] or module.weight is not layers[name].weight or styles[name].kind == "whole":
                 continue
@@ -230,247 +386,9 @@ def _follow_ties(model: nn.Module, styles: Styles, *, explicit: bool) -> None:
             if explicit:
                 raise UsageError(
                     f"{name} and {other} share one weight, but the rules shard {name} only; "
-                    f"add {other!r}: {'vocab' if _is_embedding(module) else 'column_gather'!r}"
+                    f"add {other!r}: {'vocab' if isinstance(module, nn.Embedding) else 'column_gather'!r}"
                 )
             if is_full:
                 styles[name] = styles[other]
             else:
-                styles[other] = Style("vocab" if _is_embedding(module) else "column_gather")
-
-
-def _is_embedding(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding)
-
-
-def _rowwise(style: Style) -> bool:
-    return style.kind in ("row", "row_split", "row_sum")
-
-
-# ---- what cannot be right --------------------------------------------------------------------------------------------
-
-
-def _require_sound(model: nn.Module, styles: Styles, ranks: int) -> None:
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for name, style in styles.items():
-        module = modules.get(name)
-        if module is None:
-            _require_shardable_parameter(name, model.get_parameter(name), style, ranks)
-        elif convolution.is_shardable(module) and style.kind in (*_LINEAR_KINDS, "channels"):
-            convolution.require_shardable(name, module, style, ranks)
-        elif style.kind in _LINEAR_KINDS:
-            _require(is_linear(module), name, style, module, "an nn.Linear")
-            part_lengths(features(module)[1], style.parts)
-            if _rowwise(style) and len(style.parts) > 1:
-                raise UsageError(f"the rule for {name} is {style}, which is for expert weights; expected row")
-            _require_full_heads(name, modules[name.rpartition(".")[0]], module, style, ranks)
-            _require_kept(name, module, style, ranks)
-        elif style.kind == "vocab":
-            _require(_is_embedding(module), name, style, module, "an nn.Embedding")
-            vocabulary.require_plain(module)
-            _require_kept(name, module, style, ranks)
-        elif style.kind == "heads" and isinstance(module, nn.MultiheadAttention):
-            attention.require_plain(name, module, ranks)
-            user_hooks.require_hooks_kept(name, module, style)
-        elif style.kind in ("heads", "sizes"):
-            attention.require_shares(name, module, style.attributes, ranks)
-        elif style.kind == "mla_kv":
-            _require(is_linear(module), name, style, module, "an nn.Linear")
-            attention.require_latent(name, modules[name.rpartition(".")[0]], ranks)
-
-
-def _require(right: bool, name: str, style: Style, module: nn.Module, expected: str) -> None:
-    if not right:
-        raise UsageError(f"the rule for {name} is {style}, but it is a {type(module).__name__}; expected {expected}")
-
-
-def _require_kept(name: str, module: nn.Module, style: Style, ranks: int) -> None:
-    """What a user has made of a layer must be right on its shards: a forward of its own, and hooks."""
-    if ranks == 1:
-        return
-    user_hooks.require_hooks_kept(name, module, style)
-    if style.kind in INSIDE and not custom_layers.is_plain(module):
-        raise UsageError(f"the rule for {name} is {style}, but its forward is not torch's own; expected an nn.Linear")
-    if not custom_layers.is_plain(module):
-        custom_layers.require_sharding(name, module, style, ranks)
-
-
-def _require_shardable_parameter(name: str, weight: torch.Tensor, style: Style, ranks: int) -> None:
-    if style.kind == "channels" and style.dim < weight.dim() and weight.shape[style.dim] % ranks == 0:
-        return
-    if style.kind not in ("column", "row", "summed") or (style.kind != "summed" and weight.dim() != 3):
-        raise UsageError(
-            f"the rule for {name} is {style}, but it is a parameter of shape {tuple(weight.shape)}; "
-            "expected column or row for expert weights (experts, outputs, inputs), channels for a dim that tp divides, "
-            "summed, or a rule for its module"
-        )
-
-
-def _require_full_heads(name: str, parent: nn.Module, linear: nn.Module, style: Style, ranks: int) -> None:
-    """A layer inside a module with a head size is sharded between heads, not through them."""
-    if style.kind not in ("column", "row"):
-        return
-    inputs, outputs = features(linear)
-    length = inputs if style.kind == "row" else outputs // sum(style.parts)
-    for attribute in _HEAD_SIZES:
-        size = getattr(parent, attribute, None)
-        if isinstance(size, int) and size > 0 and length % size == 0 and (length // size) % ranks:
-            raise UsageError(
-                f"{name} has {length // size} heads of {size}, which tp={ranks} does not divide; use a tp that does"
-            )
-
-
-# ---- sharding ----------------------------------------------------------------------------------------------------
-
-
-def _shard_model(model: nn.Module, styles: Styles, comm: Communicator, region_of: Regions) -> None:
-    shards = ParameterSharder(comm.rank, comm.size)
-    modules = dict(model.named_modules(remove_duplicate=False))
-    heads = heads_of(model, styles, modules)
-    made: dict[nn.Module, nn.Module] = {}
-    for name, style in styles.items():
-        module = modules.get(name)
-        if module is None:
-            _shard_parameter(name, modules, style, shards)
-        elif module in heads:
-            layer = ColumnParallelLinear.from_linear(module, region_of(name), gather_output=False, shards=shards)
-            layer.register_forward_hook(_leaving(region_of(name)))
-            keep_in_shards(layer, features(module)[1], comm)
-            made[module] = _in_place_of(module, layer)
-        elif convolution.is_shardable(module) and style.kind in convolution.KINDS:
-            convolution.shard(module, style, region_of(name), shards)
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    setattr(parameter, READ_BY_PARENT, style.kind == "channels")
-        elif module not in made and style.kind in (*_LINEAR_KINDS, "vocab"):
-            style = Style("column_gather") if style.kind == "logits" else style
-            made[module] = _sharded(name, module, style, region_of(name), shards)
-        elif module not in made:
-            if style.kind == "mla_kv":
-                attention.share_rope_key(modules[name.rpartition(".")[0]], module, region_of(name))
-            replacement = _replacement(module, style, region_of(name), shards)
-            if replacement is not None:
-                made[module] = _in_place_of(module, replacement)
-    for parent in list(model.modules()):
-        for child_name, child in parent._modules.items():
-            if child in made:
-                parent._modules[child_name] = made[child]
-    _share_shards(model, shards)
-
-
-def heads_of(model: nn.Module, styles: Styles, modules: dict[str, nn.Module]) -> set[nn.Module]:
-    """The layers that make logits: those that a rule or the model (Hugging Face) names, or that share their weight with
-    an embedding."""
-    declared = getattr(model, "get_output_embeddings", lambda: None)()
-    tied = {id(module.weight) for module in modules.values() if isinstance(module, nn.Embedding)}
-    gathered = [modules[name] for name, style in styles.items() if style == Style("column_gather")]
-    by_rule = [modules[name] for name, style in styles.items() if style.kind == "logits"]
-    by_model = [head for head in gathered if head is declared or id(head.weight) in tied]
-    return {head for head in (*by_rule, *by_model) if custom_layers.is_plain(head) and not user_hooks.has_hooks(head)}
-
-
-def _sharded(name: str, module: nn.Module, style: Style, region: Region, shards: ParameterSharder) -> nn.Module:
-    """A linear layer or embedding on this rank: a parallel layer, or the module itself where it is of another class."""
-    hooked = user_hooks.has_hooks(module)
-    split = None if style.kind == "vocab" else _feature_split(module, style, shards.ranks)
-    if custom_layers.is_plain(module):
-        layer = _in_place_of(module, _parallel_layer(module, style, region, shards))
-    else:
-        sharding = custom_layers.require_sharding(name, module, style, shards.ranks)
-        custom_layers.shard_in_place(name, module, style, region, shards, sharding)
-        layer = module
-    if hooked and split is not None:
-        user_hooks.show_full_tensors(layer, style, split, region)
-    return layer
-
-
-def _feature_split(module: nn.Module, style: Style, ranks: int) -> Split:
-    inputs, outputs = features(module)
-    return packed(0, [inputs] if _rowwise(style) else part_lengths(outputs, style.parts), ranks)
-
-
-def _in_place_of(module: nn.Module, layer: nn.Module) -> nn.Module:
-    """The layer, with the hooks of the module that it replaces, and what a user has written on it."""
-    user_hooks.carry_hooks(module, layer)
-    for key, value in vars(module).items():
-        if key not in vars(layer) and not key.startswith("_"):
-            setattr(layer, key, value)
-    return layer
-
-
-def _leaving(region: Region) -> Callable[..., None]:
-    return lambda *_: region.locate_outside()
-
-
-def _parallel_layer(module: nn.Module, style: Style, region: Region, shards: ParameterSharder) -> nn.Module:
-    match style.kind:
-        case "column" | "column_gather" | "vocab_head" | "column_inside":
-            gathers, is_inside = style.kind == "column_gather", style.kind == "column_inside"
-            return ColumnParallelLinear.from_linear(
-                module, region, gather_output=gathers, parts=style.parts, shards=shards, is_inside=is_inside
-            )
-        case "row" | "row_split" | "row_sum":
-            parallel, is_inside = style.kind != "row_split", style.kind == "row_sum"
-            return RowParallelLinear.from_linear(
-                module, region, input_is_parallel=parallel, shards=shards, is_inside=is_inside
-            )
-    assert isinstance(module, nn.Embedding)
-    return VocabParallelEmbedding.from_embedding(module, region.comm, shards=shards)
-
-
-def _replacement(module: nn.Module, style: Style, region: Region, shards: ParameterSharder) -> nn.Module | None:
-    """The module that replaces another; None where the module itself is changed."""
-    match style.kind:
-        case "heads" if isinstance(module, nn.MultiheadAttention):
-            return ParallelMultiheadAttention.from_attention(module, region, shards)
-        case "heads":
-            attention.by_heads(module, style.attributes, region)
-        case "sizes":
-            attention.divide_sizes(module, style.attributes, region.comm.size)
-        case "experts":
-            _sum_experts(module, region)
-        case "summed":
-            for parameter in module.parameters():
-                add_up(parameter, "tp")
-    return None
-
-
-def _shard_parameter(name: str, modules: dict[str, nn.Module], style: Style, shards: ParameterSharder) -> None:
-    """Expert weights: (experts, outputs, inputs); parameters by channel."""
-    owner_name, _, parameter_name = name.rpartition(".")
-    owner = modules[owner_name]
-    full: Any = getattr(owner, parameter_name)
-    if style.kind == "summed":
-        add_up(full, "tp")
-        return
-    if style.kind == "channels":
-        shard = shards.shard(full, packed(style.dim, [full.shape[style.dim]], shards.ranks))
-        setattr(shard, READ_BY_PARENT, True)
-        setattr(owner, parameter_name, shard)
-        return
-    dim = 1 if style.kind == "column" else 2
-    split = packed(dim, part_lengths(full.shape[dim], style.parts), shards.ranks)
-    setattr(owner, parameter_name, shards.shard(full, split))
-
-
-def _sum_experts(module: nn.Module, region: Region) -> None:
-    """Every rank has a slice of every expert: tokens and their weights come in full, and the outputs are summed."""
-
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(map(region.enter_tokens, args)), {key: region.enter_tokens(value) for key, value in kwargs.items()}
-
-    def leave(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        return region.leave_tokens(output)
-
-    module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(leave, prepend=True)
-
-
-def _share_shards(model: nn.Module, shards: ParameterSharder) -> None:
-    """Modules that only hold a parameter that a layer elsewhere uses hold its shard from now on."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter in shards.made:
-                module._parameters[name] = shards.made[parameter][1]
-                setattr(module, BORROWS, True)
-        if isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False  # it would reach past the layers' forward for their weights
+                styles[other] = Style("vocab" if isinstance(module, nn.Embedding) else "column_gather")
