@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch import nn
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.random.state import SampleDim
 from unisono.parallel.context.context import Context
+from unisono.parallel.layout import layout_of
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
@@ -94,3 +96,37 @@ def _full(leaf: torch.Tensor, count: int, context: Context) -> torch.Tensor:
 def _mapped(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     leaves, spec = tree_flatten(tree)
     return tree_unflatten([change(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+
+
+def with_batch_size(outputs: Any, output_dims: Sequence[SampleDim | None], batch_size: int, wanted: int) -> Any:
+    """Outputs as they will be for another number of samples; for their shapes only."""
+    if batch_size == wanted:
+        return outputs
+    leaves, spec = tree_flatten(outputs)
+
+    def resized(leaf: Any, where: SampleDim | None) -> Any:
+        if where is None or where.dim is None or not batch_size or leaf.shape[where.dim] % batch_size:
+            return leaf
+        shape = list(leaf.shape)
+        shape[where.dim] = shape[where.dim] // batch_size * wanted
+        return leaf.new_zeros(()).expand(shape)
+
+    return tree_unflatten([resized(leaf, where) for leaf, where in zip(leaves, output_dims, strict=True)], spec)
+
+
+def require_full_parameters(outputs: Any, are_gathered: bool) -> None:
+    """are_gathered: for a forward pass only, by zero=3."""
+    if not any(isinstance(leaf, nn.Parameter) for leaf in tree_flatten(outputs)[0]):
+        return
+    for path, leaf in tree_flatten_with_path(outputs)[0]:
+        if isinstance(leaf, nn.Parameter) and (are_gathered or layout_of(leaf).splits):
+            raise UsageError(
+                f"the model's output{keystr(path)} is one of its parameters, of which a rank has a shard under this "
+                "plan; under zero=3 return a copy of it (parameter.clone()), else leave it out, or use tp=1 and zero=2"
+            )
+
+
+def zero_of(outputs: Any) -> torch.Tensor:
+    """A loss of nothing, that a backward can run from."""
+    leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    return torch.stack([leaf.sum() * 0 for leaf in leaves]).sum()

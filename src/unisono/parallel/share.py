@@ -10,7 +10,7 @@ torch.func.vmap:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -54,13 +54,17 @@ def shares(batch: Any, count: int, dim: BatchDim = 0) -> list[Share]:
 
 def full_batch_of(parts: list[Share], dim: BatchDim = 0) -> Any:
     """The batch that was split into these parts, in whatever order they come; on the device of the first of them."""
-    parts = sorted(parts, key=lambda part: part.positions.start)
-    columns = zip(*(tree_flatten(part.batch)[0] for part in parts), strict=True)
+    return joined_batches([part.batch for part in sorted(parts, key=lambda part: part.positions.start)], dim)
+
+
+def joined_batches(parts: Sequence[Any], dim: BatchDim = 0) -> Any:
+    """Batches as one, on the device of the first; of what has no samples, the first."""
+    columns = zip(*(tree_flatten(part)[0] for part in parts), strict=True)
     leaves = [
         column[0] if along is None else torch.cat([leaf.to(column[0].device) for leaf in column], along)
-        for column, along in zip(columns, dims_of(parts[0].batch, dim), strict=True)
+        for column, along in zip(columns, dims_of(parts[0], dim), strict=True)
     ]
-    return tree_unflatten(leaves, tree_flatten(parts[0].batch)[1])
+    return tree_unflatten(leaves, tree_flatten(parts[0])[1])
 
 
 @contextmanager

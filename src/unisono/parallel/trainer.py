@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map
 
-from unisono.comm.same_data import SameBatch
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.optimizers import fused
@@ -32,12 +31,13 @@ from unisono.parallel.data.data_parallel import DataParallel
 from unisono.parallel.expert.expert import collect_aux
 from unisono.parallel.full_state import full_optimizer, full_tensors_in, load_tensors
 from unisono.parallel.inputs import call
-from unisono.parallel.layout import Split, layout_of
+from unisono.parallel.layout import Split
 from unisono.parallel.loss.batch_loss import GatheredLoss
 from unisono.parallel.loss.loss import GlobalLoss
 from unisono.parallel.loss.model_loss import ModelLoss, Recorded
 from unisono.parallel.optimizer_state import load_full_state
-from unisono.parallel.outputs import joined, with_full_sequences
+from unisono.parallel.outputs import joined, require_full_parameters, with_batch_size, with_full_sequences, zero_of
+from unisono.parallel.own_share import OwnShare
 from unisono.parallel.pipeline.generation import generated
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.tied import TiedGradients
@@ -45,13 +45,12 @@ from unisono.parallel.precision import FULL, LossScaler, Precision, autocast
 from unisono.parallel.share import (
     BatchDim,
     Share,
-    batch_size_of,
     batch_slice,
     dims_of,
     first_batch_size,
     inputs_dim,
+    joined_batches,
     run_on,
-    share,
     shares,
     targets_dim,
 )
@@ -117,14 +116,12 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.logits = Proof(self.loss.loss)
-        peers = [axis for axis in self.mesh.names if axis not in DATA]
-        self._same_batch = SameBatch(self.mesh.comm())
-        self._same_share = SameBatch(self.mesh.comm(*peers))
+        self._own_share = OwnShare(self.mesh)
 
     @property
     def part(self) -> tuple[int, int]:
         """Which part of a batch this rank takes, of how many: see `share`."""
-        return self.mesh.index(*DATA), self.mesh.size(*DATA)
+        return self._own_share.part
 
     def step(self, batch: Batch) -> torch.Tensor:
         """One training step on a global batch (inputs, targets); the loss on all of it.
@@ -324,7 +321,7 @@ class Trainer:
     def _sharded(self, batch: Batch, wants_loss: bool = True) -> Iterator[None]:
         """Take this rank's share of the batch, in microbatches, with the random numbers that belong to it."""
         mine = self._mine(batch)
-        self._require_batch_size(mine)
+        self._own_share.require_batch_size(mine, self.batch_dim, self.plan)
         self._microbatches = shares(mine.batch, self.plan.microbatches, self.batch_dim)
         self._partials = []
         self._full = None if isinstance(batch, Share) or self.batch == "local" else batch
@@ -359,7 +356,7 @@ class Trainer:
             few = comm.all_gather_object(few[0])
         samples, refusal = None, None
         try:
-            together = _joined_batches(few, self.batch_dim)
+            together = joined_batches(few, self.batch_dim)
             samples = find_samples(self.model, together, self.batch_dim, loss, self.plan.microbatches)
         except UsageError as error:
             refusal = str(error)
@@ -381,46 +378,7 @@ class Trainer:
         self.head_width = None
 
     def _mine(self, batch: Batch) -> Share:
-        """This rank's share. One that holds all samples is the full batch, whoever read it."""
-        if not isinstance(batch, Share):
-            if self.batch == "local":
-                return self._share_of_local(batch)
-            self._same_batch.require(batch)
-            return share(batch, *self.part, self.batch_dim)
-        self._same_share.require(batch.batch)
-        if len(batch.positions) == batch.of:
-            return share(batch.batch, *self.part, self.batch_dim)
-        index, count = self.part
-        due = Split.even((), 0, batch.of, count).held[index]
-        if batch.positions != due:
-            raise UsageError(
-                f"a share that holds samples {_shown(batch.positions)} of {batch.of}, but this rank's part {self.part} "
-                f"is {_shown(due)}; make the loader with Loader(..., part=trainer.part)"
-            )
-        return batch
-
-    def _share_of_local(self, batch: tuple[Any, Any]) -> Share:
-        """The global batch is the local batches of the data ranks, one after the other."""
-        self._same_share.require(batch)
-        comm = self.mesh.comm(*DATA)
-        mine = torch.tensor([batch_size_of(batch, self.batch_dim)], device=comm.device)
-        counts = [int(count) for count in comm.all_gather(mine)] if comm.size > 1 else [int(mine)]
-        before = sum(counts[: comm.rank])
-        return Share(batch, range(before, before + counts[comm.rank]), sum(counts))
-
-    def _require_batch_size(self, mine: Share) -> None:
-        batch_size = first_batch_size(mine.batch, self.batch_dim)
-        if batch_size != len(mine.positions):
-            raise UsageError(
-                f"a share of {batch_size} samples that declares {len(mine.positions)} of {mine.of}; "
-                "shard batches with unisono.parallel.share.share, or give the full batch"
-            )
-        parts = self.mesh.size(*DATA) * self.plan.microbatches
-        if self.plan.pp > 1 and mine.of < parts:
-            raise UsageError(
-                f"a batch of {mine.of} samples for {self.mesh.size(*DATA)} data ranks x {self.plan.microbatches} "
-                f"microbatches of a pipeline; expected at least {parts}: use fewer microbatches"
-            )
+        return self._own_share.of(batch, self.batch_dim, self.batch == "local")
 
     def _run_microbatches(self) -> None:
         last = len(self._microbatches) - 1
@@ -538,22 +496,22 @@ class Trainer:
         """This microbatch's part of the loss. The first one counts what all of them will count."""
         part = self._microbatches[number]
         outputs = self.logits.fitting(outputs, self._targets(part))
-        _require_full_parameters(outputs, are_gathered=self.plan.zero == 3)
+        require_full_parameters(outputs, are_gathered=self.plan.zero == 3)
         if number == 0:
             if self.context is not None:
                 self.loss.learn_shift(outputs, self._targets(part))
             batch_sizes = [self._batch_size(part) for part in self._microbatches]
             output_dims = self.output_dims_of(outputs, batch_sizes[0])
             self.loss.expect(output_dims, targets_dim(self.batch_dim))
-            likes = [_with_batch_size(outputs, output_dims, batch_sizes[0], count) for count in batch_sizes]
+            likes = [with_batch_size(outputs, output_dims, batch_sizes[0], count) for count in batch_sizes]
             full = None
             if self.pipeline is None and self.context is None and self._full is not None:
                 count = first_batch_size(self._full, self.batch_dim)
-                full = (_with_batch_size(outputs, output_dims, batch_sizes[0], count), self._labelled(self._full))
+                full = (with_batch_size(outputs, output_dims, batch_sizes[0], count), self._labelled(self._full))
             pairs = [self._pairs(like, each) for like, each in zip(likes, self._microbatches, strict=True)]
             self.loss.prepare([pair for of_microbatch in pairs for pair in of_microbatch], full)
         partials = [self.loss(*pair) for pair in self._pairs(outputs, part)]
-        partial = sum(partials[1:], partials[0]) if partials else _zero_of(outputs)
+        partial = sum(partials[1:], partials[0]) if partials else zero_of(outputs)
         if self._observe is not None:
             targets = self._targets(self._microbatches[number])
             if isinstance(outputs, Recorded):
@@ -603,58 +561,10 @@ class Trainer:
             self.scaler.load_state_dict(state["scaler"])
 
 
-def _shown(samples: Sequence[int]) -> str:
-    return f"{samples[0]} to {samples[-1]}" if samples else "none"
-
-
 def takes_closure(optimizer: Optimizer) -> bool:
     """Whether its step cannot do without a function that evaluates the model again."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def _with_batch_size(outputs: Any, output_dims: Sequence[SampleDim | None], batch_size: int, wanted: int) -> Any:
-    """Outputs as they will be for another number of samples; for their shapes only."""
-    if batch_size == wanted:
-        return outputs
-    leaves, spec = tree_flatten(outputs)
-
-    def resized(leaf: Any, where: SampleDim | None) -> Any:
-        if where is None or where.dim is None or not batch_size or leaf.shape[where.dim] % batch_size:
-            return leaf
-        shape = list(leaf.shape)
-        shape[where.dim] = shape[where.dim] // batch_size * wanted
-        return leaf.new_zeros(()).expand(shape)
-
-    return tree_unflatten([resized(leaf, where) for leaf, where in zip(leaves, output_dims, strict=True)], spec)
-
-
-def _joined_batches(parts: Sequence[Any], dim: BatchDim) -> Any:
-    """Parts of a batch as one; of what has no samples, the first."""
-    leaves = [tree_flatten(part)[0] for part in parts]
-    made = [
-        of_all[0] if along is None else torch.cat([leaf.to(of_all[0].device) for leaf in of_all], along)
-        for of_all, along in zip(zip(*leaves, strict=True), dims_of(parts[0], dim), strict=True)
-    ]
-    return tree_unflatten(made, tree_flatten(parts[0])[1])
-
-
-def _require_full_parameters(outputs: Any, are_gathered: bool) -> None:
-    """are_gathered: for a forward pass only, by zero=3."""
-    if not any(isinstance(leaf, nn.Parameter) for leaf in tree_flatten(outputs)[0]):
-        return
-    for path, leaf in tree_flatten_with_path(outputs)[0]:
-        if isinstance(leaf, nn.Parameter) and (are_gathered or layout_of(leaf).splits):
-            raise UsageError(
-                f"the model's output{keystr(path)} is one of its parameters, of which a rank has a shard under this "
-                "plan; under zero=3 return a copy of it (parameter.clone()), else leave it out, or use tp=1 and zero=2"
-            )
-
-
-def _zero_of(outputs: Any) -> torch.Tensor:
-    """A loss of nothing, that a backward can run from."""
-    leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-    return torch.stack([leaf.sum() * 0 for leaf in leaves]).sum()
 
 
 def _require_gradient(loss: torch.Tensor) -> None:
