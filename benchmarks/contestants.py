@@ -136,20 +136,20 @@ def unisono(plan: str) -> Make:
 # ---- torch -----------------------------------------------------------------------------------------------------------
 
 
-def share_of(whole: Batch) -> Batch:
+def share_of(full: Batch) -> Batch:
     """This rank's rows."""
-    rows = len(whole[0]) // dist.get_world_size()
+    rows = len(full[0]) // dist.get_world_size()
     mine = slice(rows * dist.get_rank(), rows * (dist.get_rank() + 1))
-    return whole[0][mine], whole[1][mine]
+    return full[0][mine], full[1][mine]
 
 
 def plain_step(
-    model: nn.Module, stepping: torch.optim.Optimizer, cut: Callable[[Batch], Batch] = lambda whole: whole
+    model: nn.Module, stepping: torch.optim.Optimizer, sharded: Callable[[Batch], Batch] = lambda full: full
 ) -> Callable[[Batch], torch.Tensor]:
     """The loop that everybody writes."""
 
-    def step(whole: Batch) -> torch.Tensor:
-        inputs, targets = cut(whole)
+    def step(full: Batch) -> torch.Tensor:
+        inputs, targets = sharded(full)
         stepping.zero_grad()
         value = loss(model(inputs), targets)
         value.backward()
@@ -190,15 +190,15 @@ def torch_parallelize_module(config: Config) -> Contestant:
 class _Half(nn.Module):
     """The first or the second half of the GPT's blocks, with what comes before or after them."""
 
-    def __init__(self, whole: GPT, is_first: bool) -> None:
+    def __init__(self, full: GPT, is_first: bool) -> None:
         super().__init__()
-        middle = len(whole.blocks) // 2
+        middle = len(full.blocks) // 2
         self.is_first = is_first
-        self.blocks = whole.blocks[:middle] if is_first else whole.blocks[middle:]
+        self.blocks = full.blocks[:middle] if is_first else full.blocks[middle:]
         if is_first:
-            self.tokens, self.positions = whole.tokens, whole.positions
+            self.tokens, self.positions = full.tokens, full.positions
         else:
-            self.norm, self.head = whole.norm, whole.head
+            self.norm, self.head = full.norm, full.head
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.is_first:
@@ -217,13 +217,13 @@ def torch_schedule_1f1b(config: Config) -> Contestant:
     schedule = Schedule1F1B(stage, config.microbatches, loss_fn=loss)
     stepping = optimizer(config)(model.parameters())
 
-    def step(whole: Batch) -> torch.Tensor | None:
+    def step(full: Batch) -> torch.Tensor | None:
         stepping.zero_grad()
         losses: list[torch.Tensor] = []
         if is_first:
-            schedule.step(whole[0])
+            schedule.step(full[0])
         else:
-            schedule.step(target=whole[1], losses=losses)
+            schedule.step(target=full[1], losses=losses)
         stepping.step()
         return torch.stack([part.detach() for part in losses]).mean() if losses else None
 
@@ -240,8 +240,8 @@ def accelerate(config: Config) -> Contestant:
     model = build(config)
     model, stepping = accelerator.prepare(model, optimizer(config)(model.parameters()))
 
-    def step(whole: Batch) -> torch.Tensor:
-        inputs, targets = share_of(whole)
+    def step(full: Batch) -> torch.Tensor:
+        inputs, targets = share_of(full)
         stepping.zero_grad()
         value = loss(model(inputs), targets)
         accelerator.backward(value)
@@ -270,8 +270,8 @@ def deepspeed(stage: int) -> Make:
                 model=model, optimizer=optimizer(config)(model.parameters()), config=settings, dist_init_required=False
             )
 
-        def step(whole: Batch) -> torch.Tensor:
-            inputs, targets = share_of(whole)
+        def step(full: Batch) -> torch.Tensor:
+            inputs, targets = share_of(full)
             value = loss(engine(inputs), targets)
             engine.backward(value)
             engine.step()

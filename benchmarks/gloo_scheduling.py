@@ -86,8 +86,8 @@ def main() -> int:
         medians = {policy: statistics.median(steps) for policy, steps in slower.items()}
         ratios = [quicker / default for default, quicker in zip(slower["default"], slower["turns"], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
-        told = ", ".join(f"{policy} {1e3 * seconds:.1f} ms" for policy, seconds in medians.items())
-        print(f"{chosen.task} {plan}: {told}, ratio {middle:.3f} ({low:.3f} to {high:.3f})")
+        reported = ", ".join(f"{policy} {1e3 * seconds:.1f} ms" for policy, seconds in medians.items())
+        print(f"{chosen.task} {plan}: {reported}, ratio {middle:.3f} ({low:.3f} to {high:.3f})")
     return 0
 
 

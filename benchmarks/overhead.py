@@ -79,7 +79,7 @@ def settle(device: torch.device) -> None:
         dist.barrier()
 
 
-def whole_losses(entrant: Contestant, values: list[torch.Tensor | None]) -> list[float]:
+def full_losses(entrant: Contestant, values: list[torch.Tensor | None]) -> list[float]:
     """The losses of global batches, on every rank."""
     mine = torch.tensor([math.nan if value is None else float(value) for value in values], dtype=torch.float64)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -103,7 +103,7 @@ def compete(group: str, config: Config, rounds: int) -> dict[str, Any]:
         else:
             entrants[name] = make(config)
     times, values = alternated(entrants, config, rounds, torch.device("cpu"))
-    losses = {name: whole_losses(entrants[name], values[name]) for name in entrants}
+    losses = {name: full_losses(entrants[name], values[name]) for name in entrants}
     uni.shutdown()
     return {"times": times, "losses": losses, "absent": absent}
 

@@ -112,12 +112,12 @@ def main() -> int:
         ranks = uni.spawn(compete, 1 if group == "single" else 2, "gloo", (group, config, chosen.rounds))
         results[group] = overhead.summary(overhead.slowest(ranks), ranks[0]["losses"], {})
     overhead.show(results, chosen.rounds)
-    told = complaints(results)
-    print("\n".join(told) or "as required: no slower than the eager form")
+    reported = complaints(results)
+    print("\n".join(reported) or "as required: no slower than the eager form")
     if chosen.json is not None:
         report = {"config": asdict(config), "rounds": chosen.rounds, "torch": torch.__version__, "results": results}
-        chosen.json.write_text(json.dumps({**report, "complaints": told}, indent=1) + "\n")
-    return 1 if told else 0
+        chosen.json.write_text(json.dumps({**report, "complaints": reported}, indent=1) + "\n")
+    return 1 if reported else 0
 
 
 if __name__ == "__main__":

@@ -472,13 +472,13 @@ def took(result: dict[str, Any]) -> str:
     """The memory of the row, median, least and most of the looks, with what the first one left; that of the process."""
     if not result["memory"]:
         return ""
-    told = []
+    reported = []
     for beyond in ([each["rest_mib"] for each in result["memory"]], [result["before_mib"]] * len(result["memory"])):
         sizes = sorted(each["Anonymous"] - base for each, base in zip(result["memory"], beyond, strict=True))
-        spread = f" ({sizes[0]:.3f} to {sizes[-1]:.3f})" if len(sizes) > 1 else ""
-        told.append(f"{statistics.median(sizes):.3f}{spread}")
-    whole, anonymous = (max(each[name] for each in result["memory"]) for name in ("Rss", "Anonymous"))
-    return f"  memory {told[0]} MiB, from small {told[1]} (process {whole:.0f}, anonymous {anonymous:.0f})"
+        between = f" ({sizes[0]:.3f} to {sizes[-1]:.3f})" if len(sizes) > 1 else ""
+        reported.append(f"{statistics.median(sizes):.3f}{between}")
+    full, anonymous = (max(each[name] for each in result["memory"]) for name in ("Rss", "Anonymous"))
+    return f"  memory {reported[0]} MiB, from small {reported[1]} (process {full:.0f}, anonymous {anonymous:.0f})"
 
 
 def off(result: dict[str, Any], found: dict[str, Any]) -> str:

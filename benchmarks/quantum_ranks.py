@@ -99,12 +99,12 @@ def main() -> None:
             "exchanging_s": statistics.median(exchanging),
             "exchanges": found[name][0]["exchanges"],
         }
-    whole = table["one process"]["median_s"]
+    full = table["one process"]["median_s"]
     print(f"{chosen.wires} wires, depth {chosen.depth}, complex64; {chosen.ranks} threads or {chosen.ranks} ranks")
     for name, row in table.items():
         print(
             f"{name:12} {row['median_s']:.3f} s ({row['least_s']:.3f} to {row['most_s']:.3f}), ratio "
-            f"{row['median_s'] / whole:.2f}, of it {row['exchanging_s']:.3f} s in {row['exchanges']} exchanges"
+            f"{row['median_s'] / full:.2f}, of it {row['exchanging_s']:.3f} s in {row['exchanges']} exchanges"
         )
     if chosen.json:
         Path(chosen.json).write_text(json.dumps(table, indent=1))

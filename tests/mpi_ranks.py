@@ -156,9 +156,9 @@ def _admit(door: socket.socket, job: Callable[[], Any]) -> Rank:
     _, (stdout, stderr, *line), _, _ = socket.recv_fds(stand_in, 1, 3)
     text = b""
     while not text.endswith(b"\n"):
-        piece = stand_in.recv(65536)
-        assert piece, "a stand-in has ended early"
-        text += piece
+        shard = stand_in.recv(65536)
+        assert shard, "a stand-in has ended early"
+        text += shard
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:

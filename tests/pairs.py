@@ -115,8 +115,10 @@ def agreed(answers: list[Outcome]) -> Outcome:
         return _checked(refusals[0])
     kinds = {answer.kind for answer in answers}
     if len(kinds) > 1 or RAW in kinds:
-        told = {f"{answer.kind}: {answer.text}": rank for rank, answer in reversed(list(enumerate(answers)))}
-        return Outcome(RAW, "\n".join(f"rank {rank} {text}" for text, rank in sorted(told.items(), key=itemgetter(1))))
+        reported = {f"{answer.kind}: {answer.text}": rank for rank, answer in reversed(list(enumerate(answers)))}
+        return Outcome(
+            RAW, "\n".join(f"rank {rank} {text}" for text, rank in sorted(reported.items(), key=itemgetter(1)))
+        )
     return answers[0]
 
 

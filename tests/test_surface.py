@@ -26,5 +26,5 @@ def test_a_wrong_name_is_an_attribute_error() -> None:
 def test_the_command_does_not_import_torch_before_it_is_needed() -> None:
     """It would cost every launch, and every word of help, two seconds."""
     asked = "import sys, unisono.cli; print('torch' in sys.modules)"
-    told = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
-    assert told.stdout == "False\n"
+    reported = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    assert reported.stdout == "False\n"

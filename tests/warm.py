@@ -152,10 +152,10 @@ def _opened_door() -> str:
 def _read_line(line: socket.socket) -> bytes:
     text = b""
     while not text.endswith(b"\n"):
-        piece = line.recv(65536)
-        if not piece:
+        shard = line.recv(65536)
+        if not shard:
             return b""
-        text += piece
+        text += shard
     return text
 
 

@@ -251,7 +251,7 @@ def write(page: Path, printed: list[str]) -> None:
 # ---- all pages ---------------------------------------------------------------------------------------------------
 
 
-def told_by(page: Path, proofs: Path) -> dict[str, Any]:
+def reported_by(page: Path, proofs: Path) -> dict[str, Any]:
     """Run a page in a process of its own: what its blocks printed, or why it failed. proofs: a folder to keep them."""
     if not any(block.runs or block.title for block in blocks_of(page)):
         return {"printed": [], "fault": "", "seconds": 0.0}
@@ -260,20 +260,20 @@ def told_by(page: Path, proofs: Path) -> dict[str, Any]:
         answer, folder = Path(scratch) / "answer.json", Path(scratch) / "page"
         folder.mkdir()
         commands.alone(lambda: _answer(page, folder, answer, proofs), folder, LIMIT)
-        told: dict[str, Any] = {"printed": [], "fault": f"not done in {LIMIT} s"}
+        reported: dict[str, Any] = {"printed": [], "fault": f"not done in {LIMIT} s"}
         if answer.is_file():
-            told = json.loads(answer.read_text())
-    told["seconds"] = round(time.monotonic() - started, 1)
-    return told
+            reported = json.loads(answer.read_text())
+    reported["seconds"] = round(time.monotonic() - started, 1)
+    return reported
 
 
 def _answer(page: Path, folder: Path, answer: Path, proofs: Path) -> int:
-    told: dict[str, Any] = {"printed": [], "fault": ""}
+    reported: dict[str, Any] = {"printed": [], "fault": ""}
     try:
-        told["printed"] = run_page(page, folder, proofs)
+        reported["printed"] = run_page(page, folder, proofs)
     except BaseException as error:
-        told["fault"] = str(error) if isinstance(error, AssertionError) else traceback.format_exc()
-    answer.write_text(json.dumps(told))
+        reported["fault"] = str(error) if isinstance(error, AssertionError) else traceback.format_exc()
+    answer.write_text(json.dumps(reported))
     return 0
 
 
@@ -288,14 +288,16 @@ class Runs:
         """What the page's blocks printed, and where that is not what it says."""
         blocks = [block for block in blocks_of(page) if block.runs or block.title]
         key = json.dumps([(block.language, block.title, block.text, block.notes.get("exit")) for block in blocks])
-        told = {**self._told[key], "seconds": 0.0} if key in self._told else told_by(page, Path(self._proofs.name))
-        self._told[key] = told
-        fault = told["fault"]
+        reported = (
+            {**self._told[key], "seconds": 0.0} if key in self._told else reported_by(page, Path(self._proofs.name))
+        )
+        self._told[key] = reported
+        fault = reported["fault"]
         if not fault:
             if is_written:
-                write(page, told["printed"])
-            fault = "\n".join(faults_of(page, told["printed"]))
-        return {**told, "fault": fault}
+                write(page, reported["printed"])
+            fault = "\n".join(faults_of(page, reported["printed"]))
+        return {**reported, "fault": fault}
 
 
 def main() -> int:
@@ -306,9 +308,9 @@ def main() -> int:
     commands.prepare()
     runs, failed = Runs(), False
     for page in [page.resolve() for page in chosen.page] or pages():
-        told = runs.of(page, chosen.write)
-        failed = failed or bool(told["fault"])
-        print(f"{page.relative_to(ROOT)}: {told['seconds']} s {told['fault'] or 'ok'}", flush=True)
+        reported = runs.of(page, chosen.write)
+        failed = failed or bool(reported["fault"])
+        print(f"{page.relative_to(ROOT)}: {reported['seconds']} s {reported['fault'] or 'ok'}", flush=True)
     return int(failed)
 
 

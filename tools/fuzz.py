@@ -232,8 +232,8 @@ def _note(options: argparse.Namespace, pair: Pair, outcome: Outcome, seconds: fl
     if options.save:
         options.save.mkdir(parents=True, exist_ok=True)
         file = options.save / f"model_{pair.model}_{pair.number}.py"
-        told = "\n".join(f"# {line}" for line in outcome.text.strip().splitlines()[-12:])
-        file.write_text(f"{job(pair.model, options.family).text}\n# {outcome.kind} under {pair.plan}\n{told}\n")
+        reported = "\n".join(f"# {line}" for line in outcome.text.strip().splitlines()[-12:])
+        file.write_text(f"{job(pair.model, options.family).text}\n# {outcome.kind} under {pair.plan}\n{reported}\n")
 
 
 def _axes(plan: str) -> str:

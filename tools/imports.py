@@ -40,8 +40,8 @@ def imported_layers(tree: ast.AST) -> list[tuple[int, str]]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            whole = node.module == "unisono"
-            names = [f"unisono.{a.name}" for a in node.names] if whole else [node.module]
+            full = node.module == "unisono"
+            names = [f"unisono.{a.name}" for a in node.names] if full else [node.module]
         elif isinstance(node, ast.ImportFrom) and node.level > 0:
             found.append((node.lineno, "(relative)"))
             continue

@@ -55,7 +55,7 @@ def main() -> None:
     assert not wrong, wrong
     if comm.size > 1:
         moved = movements(on_gpu, False)  # type: ignore[arg-type]
-        assert set(moved.values()) == {"ok"}, {cell: told for cell, told in moved.items() if told != "ok"}
+        assert set(moved.values()) == {"ok"}, {cell: reported for cell, reported in moved.items() if reported != "ok"}
     if comm.rank == 0:
         where = torch.cuda.get_device_name()
         print(f"{comm.backend}: {len(DTYPES)} dtypes x {len(OPS)} reductions on {where}: all as on the CPU")

@@ -90,8 +90,8 @@ def objects(comm: Communicator) -> tuple[Any, ...]:
 
 
 def test_objects(ranks4: RankPool) -> None:
-    for rank, (told, everyone, gathered, mine) in enumerate(ranks4.run(objects)):
-        assert (told, everyone, mine) == (2, [0, 1, 2, 3], f"for {rank}")
+    for rank, (reported, everyone, gathered, mine) in enumerate(ranks4.run(objects)):
+        assert (reported, everyone, mine) == (2, [0, 1, 2, 3], f"for {rank}")
         assert gathered == ([0, 1, 2, 3] if rank == 1 else None)
 
 
@@ -280,15 +280,15 @@ def outcomes_in_place(comm: Communicator) -> None:
     rows = torch.arange(comm.size * 2.0).view(comm.size, 2) if comm.rank == 0 else None
     assert comm.scatter(torch.empty(2), rows).tolist() == [2.0 * comm.rank, 2.0 * comm.rank + 1]
     assert comm.scatter(torch.empty(2), rows, async_op=True).wait().tolist() == [2.0 * comm.rank, 2.0 * comm.rank + 1]
-    whole = torch.arange(float(comm.size))
+    full_value = torch.arange(float(comm.size))
     part = torch.empty(1)
-    assert comm.reduce_scatter(whole, out=part) is part
+    assert comm.reduce_scatter(full_value, out=part) is part
     assert part.item() == comm.size * comm.rank
     received = torch.empty(comm.size)
-    assert comm.all_to_all(whole, out=received) is received
+    assert comm.all_to_all(full_value, out=received) is received
     assert received.tolist() == [float(comm.rank)] * comm.size
     with pytest.raises(UsageError, match="all_to_all: out is"):
-        comm.all_to_all(whole, out=torch.empty(2))
+        comm.all_to_all(full_value, out=torch.empty(2))
     with pytest.raises(UsageError, match="gather: out is"):
         comm.gather(mine, comm.rank, out=torch.empty(2))
     comm.barrier()
@@ -354,24 +354,24 @@ def unpicklable_objects(comm: Communicator) -> list[str]:
         lambda: comm.scatter_object([bad, 1, 2, 3] if comm.rank == 2 else None, 2),
         lambda: comm.all_gather_object(bad, async_op=True).wait(),
     ]
-    told = []
+    reported = []
     for call in calls:
         try:
-            told.append(f"returned {call()}")
+            reported.append(f"returned {call()}")
         except UsageError as error:
-            told.append(str(error))
+            reported.append(str(error))
     comm.barrier()
-    return told
+    return reported
 
 
 def test_a_value_that_cannot_be_pickled_is_refused_on_every_rank(ranks4: RankPool) -> None:
-    for rank, told in enumerate(ranks4.run(unpicklable_objects)):
-        for text in told:
-            assert "rank 2 gave" in text, told
-            assert "cannot be pickled" in text, told
-        full = [text for text in told if not text.startswith("gather_object") or rank in (0, 2)]
-        assert len(full) >= 4, told
-        assert all("a value of type builtins.dict" in text and "lambda" in text for text in full), told
+    for rank, reported in enumerate(ranks4.run(unpicklable_objects)):
+        for text in reported:
+            assert "rank 2 gave" in text, reported
+            assert "cannot be pickled" in text, reported
+        full = [text for text in reported if not text.startswith("gather_object") or rank in (0, 2)]
+        assert len(full) >= 4, reported
+        assert all("a value of type builtins.dict" in text and "lambda" in text for text in full), reported
 
 
 def objects_later(comm: Communicator) -> None:

@@ -185,18 +185,18 @@ def test_the_table_has_no_hole(pools: Callable[[str, int], RankPool], size: int,
         print(_drawn(tables["gloo"][0]))
 
 
-def _expected_of(name: str, whole: list[Any] | None, rank: int, size: int, dtype: torch.dtype, cell: Any) -> Any:
-    if whole is None:
+def _expected_of(name: str, full_value: list[Any] | None, rank: int, size: int, dtype: torch.dtype, cell: Any) -> Any:
+    if full_value is None:
         assert isinstance(cell, str)
         assert "has no meaning" in cell
         return cell  # the same clear error, to the letter, on every rank of every backend
     if name == "all_reduce":
-        return whole
+        return full_value
     if name == "reduce":
-        return whole if rank == 1 else torch.tensor(numbers(rank, dtype), dtype=dtype).tolist()
+        return full_value if rank == 1 else torch.tensor(numbers(rank, dtype), dtype=dtype).tolist()
     sizes = [LENGTH // size] * size if name == "reduce_scatter" else uneven_sizes(size)
     start = sum(sizes[:rank])
-    return whole[start : start + sizes[rank]]
+    return full_value[start : start + sizes[rank]]
 
 
 def _drawn(cells: dict[tuple[str, str, str], Any]) -> str:

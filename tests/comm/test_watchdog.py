@@ -89,14 +89,14 @@ def test_ranks_may_go_on_without_one_that_has_left(backend: str, tmp_path: Path)
     assert not reports(output), output
 
 
-def test_a_wait_in_native_code_for_a_rank_that_has_left_is_told_over_mpi(tmp_path: Path) -> None:
+def test_a_wait_in_native_code_for_a_rank_that_has_left_is_reported_over_mpi(tmp_path: Path) -> None:
     """As in the backward pass of DDP. Over gloo it fails by itself when the connection breaks."""
     (report,) = reports(run("mpi", "future", tmp_path, timeout=600.0))
     waits = rf"ranks 0,1,2 are at {line('future')} \(all_reduce float32\[1024\] is under way\)"
     assert re.fullmatch(rf"{waits}; rank 3 has exited", report), report
 
 
-def test_ranks_on_their_way_when_another_loses_its_peer_are_told_where_they_come_to(tmp_path: Path) -> None:
+def test_ranks_on_their_way_when_another_loses_its_peer_are_reported_where_they_come_to(tmp_path: Path) -> None:
     """gloo tells the first at once, when others may still be leaving the collective before."""
     (report,) = reports(run("gloo", "late exit", tmp_path, timeout=20.0))
     assert re.fullmatch(rf"{ALL}; rank 3 has exited( \(.*\))?", report), report
@@ -113,7 +113,7 @@ def test_with_check_a_difference_is_told_at_once(
     assert re.fullmatch(rf"{ALL}; {CHECKED[scenario]}", report), output
 
 
-def test_with_check_groups_that_differ_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_check_groups_that_differ_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(environment.CHECK, "1")
     (report,) = reports(run("gloo", "split", tmp_path, timeout=600.0))
     for lists in (r"\(\[\[0, 1\], \[2, 3\]\]\)", r"\(\[\[0, 1, 2\], \[3\]\]\)"):
@@ -131,7 +131,7 @@ def test_with_check_calls_may_cross_between_groups(
 
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
-def test_with_check_a_difference_in_one_of_two_groups_is_told_with_the_group(
+def test_with_check_a_difference_in_one_of_two_groups_is_reported_with_the_group(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(environment.CHECK, "1")
@@ -178,7 +178,7 @@ def test_without_check_another_shape_is_told_also_of_a_rank_that_it_killed(
         assert re.search(rf'hang_program.py", line {number} in main', output), output
 
 
-def test_without_check_a_difference_that_mpi_lets_pass_is_told(tmp_path: Path) -> None:
+def test_without_check_a_difference_that_mpi_lets_pass_is_reported(tmp_path: Path) -> None:
     """MPICH's collectives lose what is too long and report success; the ranks go on with wrong numbers."""
     output = run("mpi", "longer", tmp_path, timeout=600.0)
     (report,) = reports(output)
@@ -191,14 +191,14 @@ def test_without_check_a_difference_that_mpi_lets_pass_is_told(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("scenario", ["brief", "brief shutdown"])
-def test_a_difference_that_mpi_lets_pass_is_told_also_of_a_job_that_is_over_at_once(
+def test_a_difference_that_mpi_lets_pass_is_reported_also_of_a_job_that_is_over_at_once(
     scenario: str, tmp_path: Path
 ) -> None:
     (report,) = reports(run("mpi", scenario, tmp_path, timeout=600.0))
     assert re.search(r"rank 3 has run all_reduce #2 float32\[1500\].*: their results are wrong", report), report
 
 
-def test_of_a_rank_that_a_long_message_has_killed_is_told_what_it_received(tmp_path: Path) -> None:
+def test_of_a_rank_that_a_long_message_has_killed_is_reported_what_it_received(tmp_path: Path) -> None:
     (report,) = reports(run("gloo", "long message", tmp_path, timeout=20.0))
     assert re.search(rf"rank 3 has died; last began recv from rank 0 float32\[1024\] at {line('receive')}", report)
 

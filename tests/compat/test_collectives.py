@@ -41,10 +41,10 @@ def everything(comm: Any) -> dict[str, Any]:
     groups = controller.split_group([np.array([0, 3]), [1, 2, 3]])  # type: ignore[list-item]  # rank 3 is in both
     for number, group in enumerate(groups):
         if rank in group.ranks:
-            summed, told, gathered = mine(), mine(), controller.allgather_group(mine(), group)
+            summed, reported, gathered = mine(), mine(), controller.allgather_group(mine(), group)
             controller.allreduce_group(summed, "sum", group=group[0])
-            controller.broadcast_group(told, root=1, group=group)  # a rank of the group
-            found[f"group {number}"] = [summed.tolist(), told.tolist(), gathered.tolist()]
+            controller.broadcast_group(reported, root=1, group=group)  # a rank of the group
+            found[f"group {number}"] = [summed.tolist(), reported.tolist(), gathered.tolist()]
     model = nn.Sequential(nn.Linear(2, 2), ColumnParallelLinear(2, 8, tp_comm=controller))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -101,11 +101,11 @@ def refusals(comm: Any) -> list[str]:
     ]
     if comm.rank:
         calls.append((outsider, r"rank 1 is not in group \[0\]"))
-    for call, told in calls:
-        with pytest.raises(UsageError, match=told):
+    for call, reported in calls:
+        with pytest.raises(UsageError, match=reported):
             call()
     comm.barrier()
-    return [told for _, told in calls]
+    return [reported for _, reported in calls]
 
 
 def test_bad_calls_are_refused_before_anyone_waits(pools: Pools) -> None:

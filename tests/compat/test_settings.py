@@ -61,8 +61,8 @@ def test_a_key_of_the_pipeline_is_missing(key: str) -> None:
         ({"backend": "smoke"}, "backend 'smoke': expected one of mpi, nccl, gloo"),
     ],
 )
-def test_a_pipelines_settings_are_wrong(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_a_pipelines_settings_are_wrong(changes: dict[str, Any], reported: str) -> None:
+    with pytest.raises(UsageError, match=reported):
         PipelineParallelTrainingWrapper({**PIPELINE, **changes}, [nn.Linear(2, 2)] * 2, [])
     assert not world.is_initialized()
 
@@ -85,8 +85,8 @@ def test_a_pipeline_needs_a_list_of_layers(layers: Any) -> None:
         ([], "expected a dictionary .* not a list"),
     ],
 )
-def test_zeros_settings_are_wrong(args: Any, told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_zeros_settings_are_wrong(args: Any, reported: str) -> None:
+    with pytest.raises(UsageError, match=reported):
         ZeroModelInitial(args, nn.Linear(2, 2))
     assert not world.is_initialized()
 
@@ -100,8 +100,8 @@ def test_zeros_settings_are_wrong(args: Any, told: str) -> None:
         (nn.Linear(2, 2), optim.Adam, "the optimizer is a class, Adam; expected one"),
     ],
 )
-def test_zeros_model_and_optimizer_are_wrong(model: Any, optimizer: Any, told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_zeros_model_and_optimizer_are_wrong(model: Any, optimizer: Any, reported: str) -> None:
+    with pytest.raises(UsageError, match=reported):
         ZeroModelInitial(ZERO, model, optimizer)
     assert not world.is_initialized()
 
@@ -115,8 +115,8 @@ def test_zeros_model_and_optimizer_are_wrong(model: Any, optimizer: Any, told: s
         ({"dtype": 5}, r"dtype=5 is torch.int64; .* expected floats or complex"),
     ],
 )
-def test_a_shared_layer_is_described_wrongly(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_a_shared_layer_is_described_wrongly(options: dict[str, Any], reported: str) -> None:
+    with pytest.raises(UsageError, match=reported):
         ColumnParallelLinear(**{"input_size": 2, "output_size": 2, **options})
     assert not world.is_initialized()
 
@@ -152,8 +152,8 @@ def test_a_backend_that_is_none() -> None:
         (5, "expected a string of letters"),
     ],
 )
-def test_an_observable_does_not_parse(obs: Any, told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_an_observable_does_not_parse(obs: Any, reported: str) -> None:
+    with pytest.raises(UsageError, match=reported):
         MeasureAll(obs=obs)
 
 
@@ -177,7 +177,7 @@ def test_wires_that_are_no_lists() -> None:
 def test_a_machine_is_used_wrongly() -> None:
     machine = DistributeQMachine(3)
     machine.reset_states(2)
-    for act, told in (
+    for act, reported in (
         (lambda: rx(q_machine=machine, wires=0), "rx takes 1 angles, but params is None"),
         (lambda: cnot(q_machine=machine, wires=[0, 1], params=0.1), "cx takes no angles"),
         (lambda: rx(q_machine=machine, wires=0, params=torch.zeros(3)), r"shape \(3,\); expected \(1,\).*\(2, 1\)"),
@@ -204,7 +204,7 @@ def test_a_machine_is_used_wrongly() -> None:
         (lambda: DistQuantumLayerAdjoint(machine), "grad_mode=''; expected .*'adjoint'"),
         (lambda: MeasureAll("X7")(machine), "acts on wire 7, but the circuit has wires 0 to 2"),
     ):
-        with pytest.raises(UsageError, match=told):
+        with pytest.raises(UsageError, match=reported):
             act()
     assert len(machine.circuit) == 0
 

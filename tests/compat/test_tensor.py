@@ -109,7 +109,7 @@ def test_cifar10_from_its_files(tmp_path: Path) -> None:
 
 
 def test_transforms_that_cannot_be() -> None:
-    for make, told in (
+    for make, reported in (
         (lambda: pyvqnet.data.TransformResize(0), r"TransformResize\(0\): expected a whole number"),
         (lambda: pyvqnet.data.TransformCenterCrop([4]), r"TransformCenterCrop\(\[4\]\): expected a whole number"),
         (
@@ -117,7 +117,7 @@ def test_transforms_that_cannot_be() -> None:
             r"std=\[0\.0\]\): expected a mean and a deviation above",
         ),
     ):
-        with pytest.raises(UsageError, match=told):
+        with pytest.raises(UsageError, match=reported):
             make()
 
 

@@ -91,11 +91,11 @@ def pipeline(comm: Any) -> tuple[dict[int, float], dict[str, torch.Tensor], str]
 
 
 def bad_pipelines(comm: Any) -> None:
-    for changes, told in (
+    for changes, reported in (
         ({"pipeline_parallel_size": 3}, "pipeline_parallel_size=3 does not divide the 4 ranks"),
         ({"train_micro_batch_size_per_gpu": 3}, "train_batch_size=8 is no multiple of .*=3 times 2 pipelines"),
     ):
-        with pytest.raises(UsageError, match=told):
+        with pytest.raises(UsageError, match=reported):
             PipelineParallelTrainingWrapper({**SETTINGS, **changes}, layers(), Samples())
     with pytest.raises(UsageError, match="layer 1 is a int; expected a module or a function"):
         PipelineParallelTrainingWrapper(SETTINGS, [nn.Linear(2, 2), 7], Samples())  # type: ignore[list-item]
@@ -204,8 +204,8 @@ def two_forwards(comm: Any) -> None:
         loss = engine(first).sum()
         engine(second)
         if is_open:
-            told = r"different numbers of samples \(rank 0 on 2 to 8; rank 1 on 3 to 8\).*no_grad"
-            with pytest.raises(UsageError, match=told):
+            reported = r"different numbers of samples \(rank 0 on 2 to 8; rank 1 on 3 to 8\).*no_grad"
+            with pytest.raises(UsageError, match=reported):
                 engine.backward(loss)
         else:
             engine.backward(loss)
@@ -260,15 +260,17 @@ def shared_layers(comm: Any) -> list[Any]:
     )
     assert model[3].bias is None
     wholes = []
-    for cut in (model[0], model[2], model[3]):
-        whole = torch.nn.Linear(cut.in_features, cut.out_features, bias=cut.bias is not None, dtype=torch.float64)
-        by_columns = isinstance(cut, ColumnParallelLinear)
-        pieces = comm.all_gather(cut.weight.detach(), uneven=True)
-        whole.weight.data = torch.cat(pieces, 0 if by_columns else 1)
-        if cut.bias is not None:
-            biases = comm.all_gather(cut.bias.detach(), uneven=True)
-            whole.bias.data = torch.cat(biases) if by_columns else biases[0].clone()
-        wholes.append(whole)
+    for sharded in (model[0], model[2], model[3]):
+        full = torch.nn.Linear(
+            sharded.in_features, sharded.out_features, bias=sharded.bias is not None, dtype=torch.float64
+        )
+        by_columns = isinstance(sharded, ColumnParallelLinear)
+        shards = comm.all_gather(sharded.weight.detach(), uneven=True)
+        full.weight.data = torch.cat(shards, 0 if by_columns else 1)
+        if sharded.bias is not None:
+            biases = comm.all_gather(sharded.bias.detach(), uneven=True)
+            full.bias.data = torch.cat(biases) if by_columns else biases[0].clone()
+        wholes.append(full)
     assert wholes[1].bias.tolist() == [1.0] * 5
     assert wholes[2].weight[1].tolist() == [each / 9 for each in (1, 5, 9, 13, 17)]  # A is (inputs, outputs)
     alone = torch.nn.Sequential(wholes[0], torch.nn.Tanh(), wholes[1], wholes[2])

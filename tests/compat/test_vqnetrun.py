@@ -25,9 +25,9 @@ def test_ranks_from_a_hostfile_with_all_flags(tmp_path: Path) -> None:
     flags = ["-np", "2", "-hostfile", "hosts", "--output-filename", "out", "--verbose", "--start-timeout", "60"]
     ran = run_command(["vqnetrun", *flags, "python", PROGRAM], tmp_path)
     for rank in range(2):
-        told = f"CommController(rank={rank}, size=2, backend="
-        assert told in ran.ranks[rank]
-        assert told in (tmp_path / "out" / f"rank.{rank}").read_text()
+        reported = f"CommController(rank={rank}, size=2, backend="
+        assert reported in ran.ranks[rank]
+        assert reported in (tmp_path / "out" / f"rank.{rank}").read_text()
     assert "localhost" in ran.text  # --verbose tells what was checked
 
 
@@ -35,10 +35,10 @@ def test_help_and_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit) as ended:
         vqnetrun.main(["-h"])
     assert ended.value.code == 0
-    told = capsys.readouterr().out
+    reported = capsys.readouterr().out
     for flag in ("-n", "-np", "-H", "--hosts", "-f", "--hostfile", "-hostfile", "--output-filename", "--verbose"):
-        assert re.search(rf"(^|[ ,]){flag}\b", told, re.MULTILINE), flag
-    assert "--start-timeout" in told
+        assert re.search(rf"(^|[ ,]){flag}\b", reported, re.MULTILINE), flag
+    assert "--start-timeout" in reported
     assert vqnetrun.main(["-n", "2", "python", "nowhere.py"]) == 2
     assert "vqnetrun: script 'nowhere.py' does not exist" in capsys.readouterr().err
     assert vqnetrun.main(["-n", "2", "-H", "a:1", "-f", "hosts", "python", PROGRAM]) == 2

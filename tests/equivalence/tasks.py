@@ -149,7 +149,7 @@ vocabulary = uni.Task(
     name="vocabulary",
 )
 vocabulary_reshaped = replace(vocabulary, loss=_reshaped_loss)
-vocabulary_whole = replace(vocabulary, loss=_unlike_cross_entropy)
+vocabulary_full = replace(vocabulary, loss=_unlike_cross_entropy)
 
 
 def _even_vectors(seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -63,8 +63,8 @@ def test_a_plan_changes_nothing(pools: Pools, task: str, plan: str) -> None:
 
 @pytest.mark.parametrize(("task", "plan"), REFUSED)
 def test_what_cannot_be_right_is_refused(pools: Pools, task: str, plan: str) -> None:
-    for told in pools("gloo", 2).run(refused, "foreign", task, plan):
-        assert REFUSED[task, plan] in told
+    for reported in pools("gloo", 2).run(refused, "foreign", task, plan):
+        assert REFUSED[task, plan] in reported
 
 
 def test_double_stays_double() -> None:

@@ -57,7 +57,7 @@ def test_models_of_hugging_face_under_sequence_parallelism(pools: Pools, name: s
     assert verdict.equivalent, verdict
 
 
-def told_coverage(comm: Communicator, rules: dict[str, str] | None) -> tuple[str, list[str]]:
+def reported_coverage(comm: Communicator, rules: dict[str, str] | None) -> tuple[str, list[str]]:
     task = handwritten.minus_one
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -67,18 +67,18 @@ def told_coverage(comm: Communicator, rules: dict[str, str] | None) -> tuple[str
     return trainer.coverage, [str(each.message) for each in caught if each.category is UserWarning]
 
 
-def test_how_much_is_sharded_is_told(pools: Pools) -> None:
+def test_how_much_is_sharded_is_reported(pools: Pools) -> None:
     expected = (
         "tp=2 shards 97% of the parameters and 100% of the FLOPs; largest module left replicated: mesta "
         "(0.4 k parameters): nn.Embedding whose rows are positions"
     )
-    assert pools("gloo", 2).run(told_coverage, None) == [(expected, [])] * 2
+    assert pools("gloo", 2).run(reported_coverage, None) == [(expected, [])] * 2
 
 
 def test_little_is_a_warning_on_the_first_rank(pools: Pools) -> None:
-    (line, told), (_, elsewhere) = pools("gloo", 2).run(told_coverage, {"golova": "column_gather"})
+    (line, reported), (_, elsewhere) = pools("gloo", 2).run(reported_coverage, {"golova": "column_gather"})
     assert line.startswith(
         "tp=2 shards 7% of the parameters and 7% of the FLOPs; largest module left replicated: bloki"
     )
-    assert told == [f"{line}; pass rules that shard more, or use less tp"]
+    assert reported == [f"{line}; pass rules that shard more, or use less tp"]
     assert not elsewhere

@@ -135,14 +135,14 @@ def mistake_positions(trainer: Trainer) -> None:
     """Attention takes tokens that lie in zigzag for consecutive ones, so its causal mask is off."""
     context = trainer.context
     assert context is not None
-    spread = context._attention(16)
+    attention = context._attention(16)
     other = ShardedAttention(context.comm, context.kind, Tokens.consecutive(16, context.comm.size))
 
     def attend(*args: Any, **options: Any) -> torch.Tensor:
-        spread.calls += 1
+        attention.calls += 1
         return other._attend(*args, **options)
 
-    spread._attend = attend  # type: ignore[method-assign]
+    attention._attend = attend  # type: ignore[method-assign]
 
 
 def confuse_experts(trainer: Trainer) -> None:
@@ -163,8 +163,8 @@ def send_to_the_wrong_rank(trainer: Trainer) -> None:
         if isinstance(module, MoE):
             for name in ("up", "up_bias", "down", "down_bias"):
                 parameter = getattr(module, name)
-                pieces = trainer.mesh.comm("ep").all_gather(parameter.detach().clone())
-                parameter.data.copy_(pieces[1 - trainer.mesh.index("ep")])
+                shards = trainer.mesh.comm("ep").all_gather(parameter.detach().clone())
+                parameter.data.copy_(shards[1 - trainer.mesh.index("ep")])
 
 
 def forget_a_microbatch(trainer: Trainer) -> None:
@@ -205,7 +205,7 @@ def sum_instead(trainer: Trainer) -> None:
     trainer.replicas.finish = finish_and_multiply  # type: ignore[method-assign]
 
 
-def count_microbatches_whole(trainer: Trainer) -> None:
+def count_microbatches_full(trainer: Trainer) -> None:
     """Each microbatch counts as if it were all: the loss is a sum of means."""
     partial_loss = trainer._partial_loss
 
@@ -305,7 +305,7 @@ FAULTS = {
     "a sum of microbatches": Fault(
         "mlp2",
         "dp=2,microbatches=3",
-        count_microbatches_whole,
+        count_microbatches_full,
         "loss",
         "3 times too large, which is the number of microbatches",
     ),

@@ -66,5 +66,5 @@ def refused(comm: Communicator, name: str, plan: str) -> str:
     ],
 )
 def test_what_cannot_be_right_is_refused(pools: Pools, name: str, plan: str, words: str) -> None:
-    for told in pools("gloo", 2).run(refused, name, plan):
-        assert words in told
+    for reported in pools("gloo", 2).run(refused, name, plan):
+        assert words in reported

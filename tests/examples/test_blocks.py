@@ -96,9 +96,9 @@ def test_a_page_that_lies_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     page.write_text("```python\nprint(1)\n```\n\n<!-- output -->\n```text\n2\n```\n")
     assert "docs/liar.md:6: the page says\n2\nbut the block printed\n1" in _fault(page)
     page.write_text("```python\nx = 1\n```\n\n```python\nprint(x / 0)\n```\n")
-    told = _fault(page)
-    assert "docs/liar.md:5: ended with 1:" in told
-    assert 'File "docs/liar.md", line 6' in told
+    reported = _fault(page)
+    assert "docs/liar.md:5: ended with 1:" in reported
+    assert 'File "docs/liar.md", line 6' in reported
     page.write_text("```bash\nexit 3\n```\n")
     assert "docs/liar.md:1: ended with 3:" in _fault(page)
     page.write_text("```python\n")

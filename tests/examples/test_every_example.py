@@ -59,7 +59,7 @@ def test_a_file_without_a_command_is_refused(tmp_path: Path, monkeypatch: pytest
         commands("mute.py")
 
 
-def test_a_rank_that_fails_is_told_with_its_traceback(tmp_path: Path) -> None:
+def test_a_rank_that_fails_is_reported_with_its_traceback(tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text("import unisono as uni\ncomm = uni.init()\nassert comm.rank == 0, 'I am not'\n")
     with pytest.raises(AssertionError, match=r"(?s)rank 1 failed.*line 3, in <module>.*AssertionError: I am not"):
         run_command(["unisono", "run", "-n", "2", "wrong.py"], tmp_path)

@@ -77,8 +77,8 @@ def test_a_command(path: str, number: int) -> None:
     ran = run_example(path, number=number)
     assert any(ran.ranks), ran.text  # of its result, which it has checked, a program tells
     if path.endswith("launch.py"):
-        told = [re.findall(r"rank: (\d), size 2\nLocalRank (\d) hosts name \S+", printed) for printed in ran.ranks]
-        assert told == [[("0", "0")], [("1", "1")]]
+        reported = [re.findall(r"rank: (\d), size 2\nLocalRank (\d) hosts name \S+", printed) for printed in ran.ranks]
+        assert reported == [[("0", "0")], [("1", "1")]]
 
 
 def test_a_command_that_is_run_literally(monkeypatch: pytest.MonkeyPatch) -> None:

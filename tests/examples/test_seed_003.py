@@ -63,7 +63,7 @@ def test_the_commands_are_those_that_were_run(monkeypatch: pytest.MonkeyPatch) -
 
 def _has_what_the_document_shows(printed: str) -> None:
     """step_parallel_begin: strategies and whole shapes. execute: local shapes and the group of the sum."""
-    pieces = " ".join(printed.split())
+    shards = " ".join(printed.split())
     for shown in (
         "matmul = matmul(input_0, p_weight) strategy ((2,4),(4,1))",
         "f32[16,32] f32[32,16] -> f32[16,16] | f32[8,8] f32[8,16] -> f32[8,16]",
@@ -73,7 +73,7 @@ def _has_what_the_document_shows(printed: str) -> None:
         "matmul_1 = matmul(relu, p_weight2) strategy ((2,4),(4,1))",
         "f32[8,4] f32[4,16] -> f32[8,16]",
     ):
-        assert shown in pieces, shown
+        assert shown in shards, shown
 
 
 def _is_saved(folder: Path) -> None:

@@ -152,7 +152,7 @@ def test_a_plan_that_would_be_refused_is_refused() -> None:
         explained(load_task(GPT), "tp=2", rank=2)
 
 
-def test_dp_and_tp_together_cut_both_ways() -> None:
+def test_dp_and_tp_together_split_both_ways() -> None:
     listing = explained(load_task(GPT), "dp=2,tp=2", rank=3)
     first = next(each for each in listing.given if each.name == "blocks.0.fc1.weight")
     assert (first.full, first.local, first.placements) == ("f32[256,64]", "f32[128,64]", "[R,S0]")

@@ -115,9 +115,9 @@ def main(folder: str, plan: str, faults: str, steps: str = str(STEPS)) -> None:
     os.environ.setdefault("UNISONO_HARDWARE", str(machine))  # to plan by, so that nobody measures one meanwhile
     comm = uni.init()
     planned = (faults.split(",") + ["none"] * 100)[int(os.environ.get("UNISONO_ATTEMPT", "0"))]
-    _, told = trained(comm, folder, plan, planned, int(steps))
+    _, reported = trained(comm, folder, plan, planned, int(steps))
     if comm.rank == 0:
-        print(told)
+        print(reported)
     uni.shutdown()
 
 

@@ -111,13 +111,13 @@ def job(named: str, ranks: int | None) -> LaunchJob:
 
 
 def test_job_without_lost_hosts() -> None:
-    whole = job("a:2,b:2,c:1", None)
-    left = launcher.without_hosts(whole, {"b": "its agent was lost"})
+    full = job("a:2,b:2,c:1", None)
+    left = launcher.without_hosts(full, {"b": "its agent was lost"})
     assert [(each.host.name, each.first_rank, each.count) for each in left.placements] == [("a", 0, 2), ("c", 2, 1)]
     assert launcher.describe_restart({"b": "its agent was lost"}, left, 2) == (
         "host b is lost (its agent was lost); continuing with 3 ranks on a, c: restart 2 of 3"
     )
-    assert launcher.why_not_continue(replace(whole, min_ranks=4), left, 2) == (
+    assert launcher.why_not_continue(replace(full, min_ranks=4), left, 2) == (
         "3 ranks on a, c are too few to continue: --min-ranks is 4"
     )
     further = launcher.without_hosts(left, {"a": "ssh refused"})

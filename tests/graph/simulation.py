@@ -24,14 +24,14 @@ from unisono.mesh.placement import Placements, is_partial, local_box
 from unisono.mesh.random.state import RandomState
 
 Coordinate = tuple[int, ...]
-Pieces = dict[Coordinate, torch.Tensor]
+Shards = dict[Coordinate, torch.Tensor]
 
 
 def coordinates(mesh: Mesh) -> list[Coordinate]:
     return list(itertools.product(*map(range, mesh.shape)))
 
 
-def lay(tensor: torch.Tensor, placements: Placements, mesh: Mesh) -> Pieces:
+def lay(tensor: torch.Tensor, placements: Placements, mesh: Mesh) -> Shards:
     """Every rank's piece of a tensor; of a sum in parts, parts that are nothing special."""
     shares = {coordinate: tensor.clone() for coordinate in coordinates(mesh)}
     summed = [axis for axis, placement in enumerate(placements) if is_partial(placement)]
@@ -56,10 +56,10 @@ def _sharded(tensor: torch.Tensor, placements: Placements, mesh: Mesh, coordinat
     return tensor
 
 
-def assemble(shards: Pieces, placements: Placements, shape: Sequence[int], mesh: Mesh) -> torch.Tensor:
+def assemble(shards: Shards, placements: Placements, shape: Sequence[int], mesh: Mesh) -> torch.Tensor:
     """The whole tensor of pieces that lie so; an AssertionError where ranks that should hold the same do not."""
-    any_piece = next(iter(shards.values()))
-    full = torch.zeros(tuple(shape), dtype=any_piece.dtype)
+    any_shard = next(iter(shards.values()))
+    full = torch.zeros(tuple(shape), dtype=any_shard.dtype)
     summed = [axis for axis, placement in enumerate(placements) if is_partial(placement)]
     copied = [axis for axis, placement in enumerate(placements) if placement == REPLICATE]
     for coordinate, shard in shards.items():
@@ -85,7 +85,7 @@ class Talker:
         self.change = threading.Condition()
 
     def of(self, coordinate: Coordinate) -> Any:
-        def talk(tensor: torch.Tensor, op: str, axes: tuple[int, ...]) -> torch.Tensor:
+        def collective(tensor: torch.Tensor, op: str, axes: tuple[int, ...]) -> torch.Tensor:
             rest = tuple(-1 if axis in axes else place for axis, place in enumerate(coordinate))
             with self.change:
                 meeting = (axes, rest, self.turns[coordinate, axes])
@@ -97,10 +97,10 @@ class Talker:
                 tensors = torch.stack([self.brought[meeting][key] for key in sorted(self.brought[meeting])])
             return tensors.sum(0) if op == "sum" else tensors.amax(0)
 
-        return talk
+        return collective
 
 
-def run_pieces(node: fx.Node, chosen: Sequence[Option], given: list[Pieces], mesh: Mesh, state: RandomState) -> Any:
+def run_pieces(node: fx.Node, chosen: Sequence[Option], given: list[Shards], mesh: Mesh, state: RandomState) -> Any:
     """The op on every rank: {coordinate: tuple of its outputs}."""
     inputs = tuple(tuple(option.inputs[i] for option in chosen) for i in range(len(given)))
     count = len(chosen[0].outputs)
@@ -125,7 +125,7 @@ def run_pieces(node: fx.Node, chosen: Sequence[Option], given: list[Pieces], mes
         return dict(zip(coordinates(mesh), pool.map(run, coordinates(mesh)), strict=True))
 
 
-class _Whole(NamedTuple):
+class _Full(NamedTuple):
     """The op on whole tensors: what it takes and gives, and gradients for some seeds."""
 
     learns: list[bool]
@@ -135,10 +135,10 @@ class _Whole(NamedTuple):
     gradients: dict[int, torch.Tensor]  # by the number of the tensor that learns
 
 
-_full: dict[tuple[fx.Node, str | None], _Whole] = {}  # of the op that was looked at last
+_full: dict[tuple[fx.Node, str | None], _Full] = {}  # of the op that was looked at last
 
 
-def _reference(node: fx.Node, chosen: Sequence[Option], values: Sequence[torch.Tensor]) -> _Whole:
+def _reference(node: fx.Node, chosen: Sequence[Option], values: Sequence[torch.Tensor]) -> _Full:
     local = next((option.local for option in chosen if option.local), None)
     if (node, local) not in _full:
         if not any(key[0] is node for key in _full):
@@ -147,7 +147,7 @@ def _reference(node: fx.Node, chosen: Sequence[Option], values: Sequence[torch.T
     return _full[node, local]
 
 
-def _run_alone(node: fx.Node, local: str | None, values: Sequence[torch.Tensor]) -> _Whole:
+def _run_alone(node: fx.Node, local: str | None, values: Sequence[torch.Tensor]) -> _Full:
     """On one rank; also a rewrite is the op there."""
     single, place = Mesh.describe((1,), ("one",)), (0,)
     learns = [value.is_floating_point() and not _is_class_weight(node, i) for i, value in enumerate(values)]
@@ -156,7 +156,7 @@ def _run_alone(node: fx.Node, local: str | None, values: Sequence[torch.Tensor])
     results = run_pieces(node, (option,), [{place: leaf} for leaf in leaves], single, RandomState(seed=3))[place]
     if options(node)[0].local is None:
         close = tolerance([*values, *results])
-        for mine, plain in zip(results, run_whole(node, leaves), strict=True):
+        for mine, plain in zip(results, run_full(node, leaves), strict=True):
             torch.testing.assert_close(mine, plain, **close)
     tracked = [i for i, result in enumerate(results) if result.requires_grad]
     seeds = [torch.randn(result.shape, dtype=torch.float64).to(result.dtype) for result in results]
@@ -168,7 +168,7 @@ def _run_alone(node: fx.Node, local: str | None, values: Sequence[torch.Tensor])
             [results[i] for i in tracked], given, [seeds[i] for i in tracked], allow_unused=True
         )
     gradients = {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(numbers, found, strict=False)}
-    return _Whole(learns, tuple(result.detach() for result in results), tracked, seeds, gradients)
+    return _Full(learns, tuple(result.detach() for result in results), tracked, seeds, gradients)
 
 
 def check_option(node: fx.Node, chosen: Sequence[Option], values: Sequence[torch.Tensor], mesh: Mesh) -> None:
@@ -196,12 +196,12 @@ def _is_class_weight(node: fx.Node, i: int) -> bool:
 def _check_gradients(
     close: dict[str, Any],
     chosen: Sequence[Option],
-    full: _Whole,
-    given: list[Pieces],
+    full: _Full,
+    given: list[Shards],
     results: Any,
     mesh: Mesh,
 ) -> None:
-    laid = {i: lay(full.seeds[i], tuple(output_gradient(o.outputs[i]) for o in chosen), mesh) for i in full.tracked}
+    placed = {i: lay(full.seeds[i], tuple(output_gradient(o.outputs[i]) for o in chosen), mesh) for i in full.tracked}
     numbers = list(full.gradients)
 
     def backward(coordinate: Coordinate) -> list[torch.Tensor]:
@@ -209,7 +209,7 @@ def _check_gradients(
         shards = [given[n][coordinate] for n in numbers]
         if not own:
             return [torch.zeros_like(shard) for shard in shards]
-        seeded = [laid[i][coordinate] for i in own]
+        seeded = [placed[i][coordinate] for i in own]
         found = torch.autograd.grad([results[coordinate][i] for i in own], shards, seeded, allow_unused=True)
         return [torch.zeros_like(p) if grad is None else grad for p, grad in zip(shards, found, strict=True)]
 
@@ -225,7 +225,7 @@ def _check_gradients(
         torch.testing.assert_close(made, reference, **close)
 
 
-def run_whole(node: fx.Node, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def run_full(node: fx.Node, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     mine = iter(leaves)
     tensors = set(OpCall(node).tensors)
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: next(mine) if n in tensors else n)

@@ -61,16 +61,16 @@ def test_the_quickstart_gives_the_published_strategies() -> None:
     assert found.local_shape("relu") == (8, 4)
     assert [found.local_shape(name) for name in ("p_weight2", "matmul_1")] == [(4, 16), (8, 16)]
     # Where MindSpore sums over (0, 1, 2, 3) and slices, the sum is scattered at once, for half the bytes.
-    talk = _forward_collectives(found)
-    assert [step for step in talk if step[1] == "reduce_scatter"] == [("matmul", "reduce_scatter", (1,))]
-    assert ("matmul", "all_reduce", (1,)) not in talk
+    collective = _forward_collectives(found)
+    assert [step for step in collective if step[1] == "reduce_scatter"] == [("matmul", "reduce_scatter", (1,))]
+    assert ("matmul", "all_reduce", (1,)) not in collective
     assert MESH.groups("mp")[0] == (0, 1, 2, 3)
     move = next(move for move in found.reshards() if move.source == "matmul")
     all_reduce = 2 * 8 * 16 * 4 * 3 / 4
     assert cost.of_reshard(move, MESH).forward_bytes == all_reduce / 2
 
 
-def test_without_full_use_a_wave_ends_where_whole_is_cheaper() -> None:
+def test_without_full_use_a_wave_ends_where_full_is_cheaper() -> None:
     found = propagate(trace(Net(), EXAMPLE, F.mse_loss), MESH)
     assert found.strategy("relu") == ((2, 1),)
     assert found.strategy("matmul_1") == ((2, 1), (1, 1))
@@ -90,15 +90,15 @@ def test_two_marks_a_layer_make_megatrons_layout() -> None:
         found = find(traced, mesh)
         for node, parameter in traced.parameters.items():
             layer = parameter.removesuffix(".weight")
-            cut = S(0) if layer.endswith(columns) else S(1) if layer.endswith(rows) else None
-            if cut is not None and parameter.endswith(".weight"):
-                assert found.layout(node) == (R, cut), parameter
+            sharded = S(0) if layer.endswith(columns) else S(1) if layer.endswith(rows) else None
+            if sharded is not None and parameter.endswith(".weight"):
+                assert found.layout(node) == (R, sharded), parameter
         tensor_parallel = [step for step in _forward_collectives(found) if step[2] == (1,)]
         assert [kind for _, kind, _ in tensor_parallel] == ["all_reduce"] * 2  # one a half of the layer
         assert not found.notes
 
 
-def test_fused_projections_are_cut_part_by_part() -> None:
+def test_fused_projections_are_split_part_by_part() -> None:
     mesh = Mesh.describe((1, 2), ("dp", "tp"))
     model = hugging_face.model("gpt2").eval()
     for parameter in ("transformer.h.0.attn.c_attn.weight", "transformer.h.0.mlp.c_fc.weight"):
@@ -334,7 +334,7 @@ def test_marks_that_contradict_or_do_not_fit() -> None:
         propagate(twice, MESH, [*batch_marks(twice, MESH, "dp"), *batch_marks(twice, MESH, "mp")])
 
 
-def test_an_op_without_a_rule_is_whole_and_noted() -> None:
+def test_an_op_without_a_rule_is_full_and_noted() -> None:
     class Odd(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.linalg.matrix_exp(x) * 2

@@ -177,7 +177,7 @@ def find_faults(comm: Communicator) -> list[tuple[bool, str]]:
 
 
 def refused(comm: Communicator) -> list[str]:
-    told = []
+    reported = []
     for attempt in (
         lambda: make(uni.Mesh((4,), ("dp",), range(4))),
         lambda: uni.to_static(
@@ -190,8 +190,8 @@ def refused(comm: Communicator) -> list[str]:
     ):
         with pytest.raises(UsageError) as caught:
             attempt()
-        told.append(str(caught.value))
-    return told
+        reported.append(str(caught.value))
+    return reported
 
 
 def test_steps_evaluation_and_prediction(pools: Pools) -> None:

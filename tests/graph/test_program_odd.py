@@ -317,8 +317,8 @@ def test_draws_that_are_not_torch_s_are_refused_with_their_line() -> None:
     for draw in DRAWN:
         model = Then(draw)
         model.dice = numpy.random.default_rng(0)
-        (told,) = trace(model, example).lost
-        assert f"at test_program_odd.py:{draw.__code__.co_firstlineno} the model draws from Python's random" in told
+        (reported,) = trace(model, example).lost
+        assert f"at test_program_odd.py:{draw.__code__.co_firstlineno} the model draws from Python's random" in reported
     before = random.getstate()
     model = Then(tabulate)
     assert trace(model, example).lost == ()
@@ -328,18 +328,18 @@ def test_draws_that_are_not_torch_s_are_refused_with_their_line() -> None:
 
 
 def lose(comm: Communicator) -> list[str]:
-    told = []
+    reported = []
     for model in LOST.values():
         with pytest.raises(UsageError) as caught:
             made(model, "dp", (torch.zeros(4, 4), torch.zeros(4).long()))
-        told.append(str(caught.value))
-    return told
+        reported.append(str(caught.value))
+    return reported
 
 
 def test_what_ops_do_not_tell_is_refused(pools: Pools) -> None:
-    for told, expected in zip(pools("gloo", 2).run(lose)[0], LOST, strict=True):
-        assert re.search(expected, told)
-        assert "which a program would lose; use a plan" in told
+    for reported, expected in zip(pools("gloo", 2).run(lose)[0], LOST, strict=True):
+        assert re.search(expected, reported)
+        assert "which a program would lose; use a plan" in reported
 
 
 REFUSED: tuple[Callable[[], nn.Module], ...] = (
@@ -353,12 +353,12 @@ REFUSED: tuple[Callable[[], nn.Module], ...] = (
 
 
 def refused(comm: Communicator) -> list[str]:
-    told = []
+    reported = []
     for model in REFUSED:
         with pytest.raises(UsageError) as caught:
             made(model, "dp", (torch.zeros(4, 4), torch.zeros(4).long()))
-        told.append(str(caught.value))
-    return told
+        reported.append(str(caught.value))
+    return reported
 
 
 def test_what_a_graph_cannot_hold_is_refused(pools: Pools) -> None:

@@ -77,7 +77,7 @@ def go_on(comm: Communicator) -> None:
     torch.testing.assert_close(state["optimizer"]["state"], full["optimizer"]["state"], rtol=1e-10, atol=1e-12)
 
 
-def whole_weights_kept(comm: Communicator, stage: int) -> int:
+def full_weights_kept(comm: Communicator, stage: int) -> int:
     """How many gathered parameters are still whole in memory between forward and backward."""
     program = _program(stage)
     noted = GatherInBackward() if program._again is None else program._again
@@ -96,7 +96,7 @@ def whole_weights_kept(comm: Communicator, stage: int) -> int:
 
 
 def refused(comm: Communicator) -> list[str]:
-    told = []
+    reported = []
     for attempt in (
         lambda: _program(4),
         lambda: uni.to_static(
@@ -111,8 +111,8 @@ def refused(comm: Communicator) -> list[str]:
     ):
         with pytest.raises(UsageError) as caught:
             attempt()
-        told.append(str(caught.value))
-    return told
+        reported.append(str(caught.value))
+    return reported
 
 
 def test_what_a_rank_holds(pools: Pools) -> None:
@@ -123,11 +123,11 @@ def test_states_go_from_stage_to_stage(pools: Pools) -> None:
     pools("gloo", 2).run(go_on)
 
 
-def test_stage_3_lets_go_of_whole_weights_until_the_backward(pools: Pools) -> None:
+def test_stage_3_lets_go_of_full_weights_until_the_backward(pools: Pools) -> None:
     assert (
-        pools("gloo", 2).run(whole_weights_kept, 2)[0] == 2
+        pools("gloo", 2).run(full_weights_kept, 2)[0] == 2
     )  # of the inner layers: the first has no gradient to pass on
-    assert pools("gloo", 2).run(whole_weights_kept, 3)[0] == 0
+    assert pools("gloo", 2).run(full_weights_kept, 3)[0] == 0
 
 
 def test_what_is_refused(pools: Pools) -> None:

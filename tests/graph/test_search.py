@@ -103,7 +103,7 @@ def test_marks_are_kept() -> None:
         assert search(found, TP, marks).layout(weight) == (Shard(1),)
 
 
-def test_what_cannot_fit_is_told() -> None:
+def test_what_cannot_fit_is_reported() -> None:
     for search in (ilp.exact, dp.dynamic):
         with pytest.raises(UsageError, match=r"fit 100 bytes a rank; parameters and activations need .* at least"):
             search(net(), TP, memory=100)

@@ -65,10 +65,10 @@ def test_large_groups_are_written_as_ranges() -> None:
 
 
 def test_every_rank_has_its_own_groups(quickstart: Lowered) -> None:
-    told = listing_of(quickstart, rank=5)
-    assert told.forward[0].ranks == (4, 5, 6, 7)
-    assert told.sums[0].ranks == (1, 5)
-    assert {talk.kind for talk in told.forward} == {"reduce_scatter", "all_reduce"}
+    reported = listing_of(quickstart, rank=5)
+    assert reported.forward[0].ranks == (4, 5, 6, 7)
+    assert reported.sums[0].ranks == (1, 5)
+    assert {collective.kind for collective in reported.forward} == {"reduce_scatter", "all_reduce"}
 
 
 def test_a_page_stands_alone(quickstart: Lowered) -> None:

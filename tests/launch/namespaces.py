@@ -57,8 +57,8 @@ class Hosts:
         another end and tells of it."""
         for signum in (signal.SIGSTOP, signal.SIGKILL):
             words = ["ip", "netns", "pids", self.namespaces[1]]
-            told = subprocess.run(words, check=True, capture_output=True, text=True)
-            for pid in map(int, told.stdout.split()):
+            reported = subprocess.run(words, check=True, capture_output=True, text=True)
+            for pid in map(int, reported.stdout.split()):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signum)
 

@@ -26,9 +26,9 @@ def screen(written: str) -> list[str]:
     rest = written.replace("\x1b[?25l", "").replace("\x1b[?25h", "")
     while rest:
         if rest.startswith(("\x1b[K", "\x1b[2K")):
-            whole = rest.startswith("\x1b[2K")
-            lines[-1] = " " * column if whole else lines[-1][:column]
-            rest = rest[4 if whole else 3 :]
+            full = rest.startswith("\x1b[2K")
+            lines[-1] = " " * column if full else lines[-1][:column]
+            rest = rest[4 if full else 3 :]
             continue
         if rest[0] == "\n":
             lines.append("")
@@ -47,8 +47,8 @@ def test_a_progress_bar_keeps_its_label_to_the_last(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "stdout", terminal)
     console = Console()
     seen = []
-    for piece in BAR:
-        console.write(0, "out", piece)
+    for shard in BAR:
+        console.write(0, "out", shard)
         seen.append(screen(terminal.getvalue())[0])
     assert seen == ["[0] train   0%", "[0] train  50%", "[0] train 100%"]
     console.write(1, "out", "beside it\n")
@@ -70,7 +70,7 @@ def test_elsewhere_only_the_last_state_is_written(monkeypatch: pytest.MonkeyPatc
     file = io.StringIO()
     monkeypatch.setattr(sys, "stdout", file)
     console = Console()
-    for piece in BAR:
-        console.write(0, "out", piece)
+    for shard in BAR:
+        console.write(0, "out", shard)
     console.flush()
     assert file.getvalue() == "[0] train 100%\n"

@@ -70,7 +70,7 @@ def test_a_signal_to_the_launcher_ends_everything(
     assert interrupted == (["interrupted.0", "interrupted.1"] if how == "polite" else [])
 
 
-def test_a_lost_agent_is_told_and_its_ranks_end(tmp_path: Path) -> None:
+def test_a_lost_agent_is_reported_and_its_ranks_end(tmp_path: Path) -> None:
     write_script(tmp_path, STAY)
     run = Run(["run", "-n", "2", "script.py", "stubborn"], tmp_path, anew=True)
     with run.started() as process:

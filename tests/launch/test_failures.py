@@ -204,7 +204,7 @@ def test_restarts_run_out(tmp_path: Path) -> None:
     assert done.stderr.count("Traceback") == 1
 
 
-def test_an_error_that_comes_up_while_another_is_told_is_told_with_it(tmp_path: Path) -> None:
+def test_an_error_that_comes_up_while_another_is_reported_is_reported_with_it(tmp_path: Path) -> None:
     """A DataLoader's handler of signals raises whenever one of its workers has died."""
     write_script(
         tmp_path,

@@ -144,8 +144,8 @@ def test_output_lines_and_files(tmp_path: Path) -> None:
     for rank in range(2):
         logged = (tmp_path / f"logs/deep/rank.{rank}").read_bytes()
         assert logged.startswith(b"line\n")
-        for piece in (b"warning\n", b"1%\r50%\r100%\n", b"bytes \xff\xfe\n", b"child\n", b"no newline"):
-            assert piece in logged
+        for shard in (b"warning\n", b"1%\r50%\r100%\n", b"bytes \xff\xfe\n", b"child\n", b"no newline"):
+            assert shard in logged
 
 
 PROGRESS = """
@@ -179,10 +179,10 @@ def test_progress_is_live_on_a_terminal(tmp_path: Path) -> None:
         shown = b""
         while True:
             try:
-                piece = os.read(controller, 65536)
+                shard = os.read(controller, 65536)
             except OSError:
                 break
-            shown += piece
+            shown += shard
             for what, times in ((b"10%", 1), (b"90%", 1), (b"bar", 3)):
                 if shown.count(b"[0] " + what) >= times:
                     (tmp_path / what.decode()).touch()

@@ -46,8 +46,10 @@ print("unharmed")
 
 
 def test_a_thread_is_not_harmed_by_being_looked_at() -> None:
-    told = subprocess.run([sys.executable, "-c", LOOKED_AT], capture_output=True, text=True, timeout=60, check=False)
-    assert (told.stdout, told.stderr) == ("unharmed\n", ""), told.returncode
+    reported = subprocess.run(
+        [sys.executable, "-c", LOOKED_AT], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (reported.stdout, reported.stderr) == ("unharmed\n", ""), reported.returncode
 
 
 def test_frames_come_innermost_first() -> None:

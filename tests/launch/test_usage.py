@@ -85,5 +85,5 @@ def test_relative_folders_of_the_python_path_travel_as_absolute_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    told = environment.forwarded({"PYTHONPATH": "lib:/opt/lib:", "PYTHONHASHSEED": "1", "HOME": "x"})
-    assert told == {"PYTHONPATH": f"{tmp_path}/lib:/opt/lib:{tmp_path}", "PYTHONHASHSEED": "1"}
+    reported = environment.forwarded({"PYTHONPATH": "lib:/opt/lib:", "PYTHONHASHSEED": "1", "HOME": "x"})
+    assert reported == {"PYTHONPATH": f"{tmp_path}/lib:/opt/lib:{tmp_path}", "PYTHONHASHSEED": "1"}

@@ -33,8 +33,8 @@ def test_an_abort_may_be_a_consequence_so_time_decides() -> None:
 
 def test_words() -> None:
     raised = _failed(3, failure.EXCEPTION, 0, text="Traceback\n  ...\nValueError: boom\n")
-    told = "rank 3 failed on host node1 (exit code 1):\nTraceback\n  ...\nValueError: boom"
-    assert verdict.describe(raised, "node1") == told
+    reported = "rank 3 failed on host node1 (exit code 1):\nTraceback\n  ...\nValueError: boom"
+    assert verdict.describe(raised, "node1") == reported
     assert verdict.summary(raised, None) == "rank 3 failed (exit code 1): ValueError: boom"
     silent = "rank 2 failed (exit code 7); it reported no error, as after os._exit or an exit in native code"
     assert verdict.describe(_failed(2, verdict.EXIT, 0, code=7), None) == silent
@@ -45,7 +45,7 @@ def test_words() -> None:
     assert verdict.describe(_failed(1, verdict.SIGNAL, 0, code=-70), None) == "rank 1 was killed by signal 70"
 
 
-def test_of_a_rank_that_aborted_is_told_what_it_and_the_others_began_last() -> None:
+def test_of_a_rank_that_aborted_is_reported_what_it_and_the_others_began_last() -> None:
     aborted = _failed(2, verdict.SIGNAL, 0, code=-signal.SIGABRT)
     last = dict.fromkeys((0, 1), "all_reduce #2 float32[1024] at a.py:7")
     alike = verdict.describe(aborted, None, {**last, 2: last[0]}).splitlines()
@@ -62,13 +62,13 @@ def test_of_a_rank_that_aborted_is_told_what_it_and_the_others_began_last() -> N
 def test_that_collectives_differ_is_said_only_where_they_do_and_where_it_crashes_ranks() -> None:
     last = dict.fromkeys((0, 1), "all_reduce #2 float32[1024] at a.py:7")
 
-    def told(signum: int, words: str) -> str:
+    def reported(signum: int, words: str) -> str:
         return verdict.describe(_failed(2, verdict.SIGNAL, 0, code=-signum), None, {**last, 2: words})
 
-    assert "--check" in told(signal.SIGSEGV, "all_reduce #2 float32[512] at a.py:10")
-    assert "--check" not in told(signal.SIGKILL, "all_reduce #2 float32[512] at a.py:10")
-    assert "--check" not in told(signal.SIGSEGV, "all_reduce #1 float32[512] at a.py:6")  # it has not come so far
-    assert "--check" not in told(signal.SIGABRT, "barrier #2 at a.py:9 in the group of ranks 1,2")
-    received = told(signal.SIGABRT, "recv from rank 0 float32[16] at a.py:9").splitlines()
+    assert "--check" in reported(signal.SIGSEGV, "all_reduce #2 float32[512] at a.py:10")
+    assert "--check" not in reported(signal.SIGKILL, "all_reduce #2 float32[512] at a.py:10")
+    assert "--check" not in reported(signal.SIGSEGV, "all_reduce #1 float32[512] at a.py:6")  # it has not come so far
+    assert "--check" not in reported(signal.SIGABRT, "barrier #2 at a.py:9 in the group of ranks 1,2")
+    received = reported(signal.SIGABRT, "recv from rank 0 float32[16] at a.py:9").splitlines()
     assert received[1].startswith("rank 2 last began recv from rank 0 float32[16] at a.py:9; ranks 0,1 last began")
     assert received[2] == "(gloo aborts a rank that is sent more elements than the receiving tensor holds)"

@@ -17,38 +17,38 @@ def whole_tensor(shape: Sequence[int], seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def part_of(whole: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> torch.Tensor:
+def part_of(full: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> torch.Tensor:
     """This rank's local tensor; parts of a Partial differ from rank to rank and reduce to the whole."""
     axes = [mesh.names[axis] for axis, placement in enumerate(placements) if isinstance(placement, Partial)]
-    part = whole
+    part = full
     if axes:
         op = next(placement.reduce_op for placement in placements if isinstance(placement, Partial))
-        part = _partial(whole, op, mesh.size(*axes), mesh.index(*axes)) * averaged(mesh, placements)
+        part = _partial(full, op, mesh.size(*axes), mesh.index(*axes)) * averaged(mesh, placements)
     return local_slice(part, mesh, placements).contiguous()
 
 
-def _partial(whole: torch.Tensor, op: str, count: int, index: int) -> torch.Tensor:
+def _partial(full: torch.Tensor, op: str, count: int, index: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(17)
-    noise = torch.randint(1, 5, (count, *whole.shape), generator=generator, dtype=torch.int64).double()
+    noise = torch.randint(1, 5, (count, *full.shape), generator=generator, dtype=torch.int64).double()
     if op in ("sum", "avg"):
         noise[-1] = -noise[:-1].sum(0)
-        return noise[index] + (whole if index == count - 1 else 0)
+        return noise[index] + (full if index == count - 1 else 0)
     if op == "product":
         noise = 2.0**noise
         noise[-1] = 1 / noise[:-1].prod(0)
-        return noise[index] * (whole if index == count - 1 else 1)
-    owner = torch.arange(whole.numel()).reshape(whole.shape) % count
+        return noise[index] * (full if index == count - 1 else 1)
+    owner = torch.arange(full.numel()).reshape(full.shape) % count
     away = noise[index] * (owner != index)
-    return whole + away if op == "min" else whole - away
+    return full + away if op == "min" else full - away
 
 
-def laid_out(whole: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> tuple[torch.Tensor, DTensor]:
+def laid_out(full: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> tuple[torch.Tensor, DTensor]:
     """A local leaf and the DTensor over it."""
-    local = part_of(whole, mesh, placements).requires_grad_()
-    laid = DTensor.from_local(
-        local, mesh.device_mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    local = part_of(full, mesh, placements).requires_grad_()
+    placed = DTensor.from_local(
+        local, mesh.device_mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
     )
-    return local, laid
+    return local, placed
 
 
 def averaged(mesh: Mesh, placements: Sequence[Placement]) -> int:

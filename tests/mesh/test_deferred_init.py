@@ -119,19 +119,19 @@ if importlib.util.find_spec("transformers"):
     WRITTEN_DOWN.append(llama)
 
 
-def test_every_tensor_alone_is_what_it_is_in_the_whole() -> None:
+def test_every_tensor_alone_is_what_it_is_in_the_full() -> None:
     for make in WRITTEN_DOWN:
         state = torch.get_rng_state()
         deferred = defer_init(make, 3)
         assert deferred.is_deferred, (make, deferred.note)
         assert all(tensor.is_meta for _, tensor in tensors_in(deferred.model))
         assert torch.equal(torch.get_rng_state(), state)
-        whole = dict(tensors_in(build(make, 3)))
-        for name, tensor in reversed(whole.items()):  # in another order than they were made
+        full_value = dict(tensors_in(build(make, 3)))
+        for name, tensor in reversed(full_value.items()):  # in another order than they were made
             value = deferred.value(name)
             assert value.dtype == tensor.dtype, name
             assert torch.equal(value, tensor), (make, name)
-        assert {name for name, _ in tensors_in(deferred.model)} == set(whole)
+        assert {name for name, _ in tensors_in(deferred.model)} == set(full_value)
 
 
 def changed_past_torch() -> nn.Module:
@@ -220,7 +220,7 @@ BUILT = nn.Linear(3, 3)
         (lambda: nn.utils.skip_init(nn.Linear, 3, 3), "device meta"),
     ],
 )
-def test_what_cannot_be_written_down_is_built_whole(make: Any, why: str) -> None:
+def test_what_cannot_be_written_down_is_built_full(make: Any, why: str) -> None:
     deferred = defer_init(make, 3)
     assert not deferred.is_deferred
     assert why in deferred.note

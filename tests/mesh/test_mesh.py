@@ -32,7 +32,7 @@ def test_a_description_needs_no_ranks() -> None:
         mesh.comm("tp")
 
 
-def test_groups_cut_the_mesh_into_disjoint_parts() -> None:
+def test_groups_split_the_mesh_into_disjoint_parts() -> None:
     mesh = Mesh((2, 3, 4), ("a", "b", "c"))
     for names in [("a",), ("b",), ("c",), ("a", "c"), ("c", "b"), ("a", "b", "c")]:
         groups = mesh.groups(*names)
@@ -159,8 +159,8 @@ def test_a_world_of_one() -> None:
     uni.init("gloo")
     try:
         mesh = uni.Mesh((1, 1), ("dp", "tp"))
-        laid = uni.shard_tensor(torch.arange(6.0), mesh, [uni.Shard(0), uni.Partial()])
-        back = uni.reshard(laid, mesh, [uni.Replicate(), uni.Replicate()])
+        placed = uni.shard_tensor(torch.arange(6.0), mesh, [uni.Shard(0), uni.Partial()])
+        back = uni.reshard(placed, mesh, [uni.Replicate(), uni.Replicate()])
         assert torch.equal(back.to_local(), torch.arange(6.0))
     finally:
         uni.shutdown()

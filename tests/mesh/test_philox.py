@@ -53,7 +53,7 @@ def test_words_of_runs(starts: list[int], length: int) -> None:
     assert torch.equal(found, flat_words(stream, starts, length))
 
 
-def test_many_words_come_in_pieces() -> None:
+def test_many_words_come_in_shards() -> None:
     stream = PhiloxStream.of("test")
     found = words(stream, Runs(torch.tensor([3]), 300_000), CPU)
     assert torch.equal(found, flat_words(stream, [3], 300_000))
@@ -107,9 +107,9 @@ def test_streams_differ() -> None:
 
 @st.composite
 def regions(draw: st.DrawFn) -> tuple[list[int], dict[int, Part]]:
-    whole = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    full = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     parts: dict[int, Part] = {}
-    for dim, size in enumerate(whole):
+    for dim, size in enumerate(full):
         kind = draw(st.sampled_from(["all", "range", "stride", "list"]))
         if kind == "range":
             start = draw(st.integers(0, size))
@@ -118,14 +118,14 @@ def regions(draw: st.DrawFn) -> tuple[list[int], dict[int, Part]]:
             parts[dim] = Part(range(draw(st.integers(0, size - 1)), size, draw(st.integers(1, 3))), size)
         elif kind == "list":
             parts[dim] = Part(torch.tensor(draw(st.permutations(range(size)))[: draw(st.integers(1, size))]), size)
-    return whole, parts
+    return full, parts
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(regions())
-def test_runs_number_the_elements_of_the_whole(region: tuple[list[int], dict[int, Part]]) -> None:
-    whole, parts = region
-    numbers = torch.arange(math.prod(whole)).view(whole)
+def test_runs_number_the_elements_of_the_full(region: tuple[list[int], dict[int, Part]]) -> None:
+    full, parts = region
+    numbers = torch.arange(math.prod(full)).view(full)
     for dim, part in parts.items():
         numbers = numbers.index_select(dim, torch.tensor(list(part.positions), dtype=torch.int64))
     runs = runs_of(numbers.shape, parts)
@@ -133,7 +133,7 @@ def test_runs_number_the_elements_of_the_whole(region: tuple[list[int], dict[int
     assert torch.equal(found, numbers.reshape(-1))
 
 
-def test_whole_rows_are_one_run() -> None:
+def test_full_rows_are_one_run() -> None:
     runs = runs_of((4, 8, 16), {0: Part(range(4, 8), 12)})
     assert (runs.starts.tolist(), runs.length) == ([512], 512)
 

@@ -34,7 +34,7 @@ def ones(*shape: int) -> torch.Tensor:
     return torch.ones(*shape, dtype=torch.float64)
 
 
-def whole_mask(*shape: int, p: float = 0.5) -> torch.Tensor:
+def full_mask(*shape: int, p: float = 0.5) -> torch.Tensor:
     with RandomState(1):
         return F.dropout(ones(*shape), p)
 
@@ -43,26 +43,26 @@ def whole_mask(*shape: int, p: float = 0.5) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2, -1])
-def test_any_cut_of_any_dim(dim: int) -> None:
+def test_any_split_of_any_dim(dim: int) -> None:
     shape = (6, 5, 7)
-    whole = whole_mask(*shape)
+    full = full_mask(*shape)
     size = shape[dim]
-    for cuts in ([0, 2, size], [0, 1, 1, 4, size], list(range(size + 1))):
-        pieces = []
-        for start, stop in itertools.pairwise(cuts):
+    for splits in ([0, 2, size], [0, 1, 1, 4, size], list(range(size + 1))):
+        shards = []
+        for start, stop in itertools.pairwise(splits):
             state = RandomState(1)
             local = [stop - start if d == dim % 3 else n for d, n in enumerate(shape)]
             with state, state.sharded(dim, range(start, stop), of=size):
-                pieces.append(F.dropout(ones(*local)))
-        assert torch.equal(torch.cat(pieces, dim), whole)
+                shards.append(F.dropout(ones(*local)))
+        assert torch.equal(torch.cat(shards, dim), full)
 
 
-def test_cuts_of_several_dims_and_any_order_of_positions() -> None:
-    whole = whole_mask(8, 6, 5)
+def test_splits_of_several_dims_and_any_order_of_positions() -> None:
+    full = full_mask(8, 6, 5)
     state, zigzag = RandomState(1), torch.tensor([0, 5, 2, 3])
     with state, state.sharded(0, range(1, 8, 2), of=8), state.sharded(1, zigzag, of=6):
         mask = F.dropout(ones(4, 4, 5))
-    assert torch.equal(mask, whole[1::2][:, zigzag])
+    assert torch.equal(mask, full[1::2][:, zigzag])
 
 
 def test_microbatches_within_data_parallel() -> None:
@@ -91,18 +91,18 @@ def test_a_draw_after_the_microbatches_is_another_call() -> None:
 
 
 def test_batch_and_sequence_folded_into_one_dim() -> None:
-    whole = whole_mask(4 * 6, 3)
+    full = full_mask(4 * 6, 3)
     for rows in (range(2, 4), range(1, 4, 2), torch.tensor([3, 0])):
         state = RandomState(1)
         with state, state.sharded(0, rows, of=4):
             mask = F.dropout(ones(len(rows) * 6, 3))
-        assert torch.equal(mask, whole.view(4, 6, 3)[torch.tensor(list(rows))].view(-1, 3))
+        assert torch.equal(mask, full.view(4, 6, 3)[torch.tensor(list(rows))].view(-1, 3))
 
 
-def test_whole_inside_a_part() -> None:
+def test_full_inside_a_part() -> None:
     state = RandomState(1)
     with state, state.sharded(0, range(2), of=4), state.unsharded():
-        assert torch.equal(F.dropout(ones(3, 5)), whole_mask(3, 5))
+        assert torch.equal(F.dropout(ones(3, 5)), full_mask(3, 5))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -121,15 +121,15 @@ def test_random_boxes(shape: list[int], data: st.DataObject, what: str) -> None:
             return state.normal(*size)
         return state.uniform(*size, dtype=torch.float64 if what == "uniform64" else torch.float32)
 
-    whole, state = draw(RandomState(5), shape), RandomState(5)
+    full, state = draw(RandomState(5), shape), RandomState(5)
     local = list(shape)
     with contextlib.ExitStack() as scopes:
         for dim, size in enumerate(shape):
             start = data.draw(st.integers(0, size - 1))
             stop = data.draw(st.integers(start + 1, size))
-            whole, local[dim] = whole.narrow(dim, start, stop - start), stop - start
+            full, local[dim] = full.narrow(dim, start, stop - start), stop - start
             scopes.enter_context(state.sharded(dim, range(start, stop), of=size))
-        assert torch.equal(draw(state, local), whole)
+        assert torch.equal(draw(state, local), full)
 
 
 # ---- which call --------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_torch_is_left_as_it_was() -> None:
             inner = F.dropout(ones(100))
         outer = F.dropout(ones(100))
     assert not torch.equal(inner, outer)
-    assert torch.equal(outer, whole_mask(100))
+    assert torch.equal(outer, full_mask(100))
     assert [getattr(F, name) for name in dropout._own] == before
     with pytest.raises(RuntimeError, match="stop here"), RandomState(1):
         raise RuntimeError("stop here")
@@ -295,7 +295,7 @@ def test_dropout_is_differentiable() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:dropout")
-def test_whole_channels(function: Callable[..., torch.Tensor], shape: tuple[int, ...], channel_dims: int) -> None:
+def test_full_channels(function: Callable[..., torch.Tensor], shape: tuple[int, ...], channel_dims: int) -> None:
     with RandomState(1):
         y = getattr(F, function.__name__)(ones(*shape), 0.5)
     channels = y.flatten(channel_dims)
@@ -324,8 +324,8 @@ def test_distributions() -> None:
         assert abs(float(u.mean()) + resolution / 2 - 0.5) < 5 / math.sqrt(12 * count)
         assert abs(float(u.var()) - 1 / 12) < 0.002
     n = state.normal(count, dtype=torch.float64)
-    for power, moment, spread in [(1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)]:
-        assert abs(float((n**power).mean()) - moment) < 5 * math.sqrt(spread / count)
+    for power, moment, variance in [(1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)]:
+        assert abs(float((n**power).mean()) - moment) < 5 * math.sqrt(variance / count)
     assert 3.5 < float(n.abs().max()) < 6
     b = state.bernoulli(count, p=0.3).double()
     assert abs(float(b.mean()) - 0.3) < 5 * math.sqrt(0.21 / count)
@@ -362,7 +362,7 @@ def test_attention_dropout_by_heads_batch_and_queries() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(4, 6, 5, 8, dtype=torch.float64) for _ in range(3))
     with RandomState(1):
-        whole = F.scaled_dot_product_attention(q, k, v, dropout_p=0.4)
+        full = F.scaled_dot_product_attention(q, k, v, dropout_p=0.4)
     state = RandomState(1)
     with (
         state,
@@ -372,7 +372,7 @@ def test_attention_dropout_by_heads_batch_and_queries() -> None:
         state.sharded(1, range(9), of=99, only="dropout"),
     ):
         local = F.scaled_dot_product_attention(q[2:, 1:3, 1:4], k[2:, 1:3], v[2:, 1:3], dropout_p=0.4)
-    torch.testing.assert_close(local, whole[2:, 1:3, 1:4], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(local, full[2:, 1:3, 1:4], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
@@ -381,11 +381,11 @@ def test_multihead_attention_of_half_a_batch(need_weights: bool) -> None:
     layer = nn.MultiheadAttention(8, 2, dropout=0.4, batch_first=True, dtype=torch.float64)
     x = torch.randn(6, 5, 8, dtype=torch.float64)
     with RandomState(1):
-        whole = layer(x, x, x, need_weights=need_weights)[0]
+        full = layer(x, x, x, need_weights=need_weights)[0]
     state, rows = RandomState(1), slice(2, 4)
     with state, state.sharded(0, range(2, 4), of=6):
         local = layer(x[rows], x[rows], x[rows], need_weights=need_weights)[0]
-    torch.testing.assert_close(local, whole[rows], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(local, full[rows], rtol=1e-12, atol=1e-12)
 
 
 def test_a_transformer_layer_of_half_a_batch() -> None:
@@ -393,11 +393,11 @@ def test_a_transformer_layer_of_half_a_batch() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, 0.3, batch_first=True, dtype=torch.float64)
     x = torch.randn(6, 5, 8, dtype=torch.float64)
     with RandomState(1):
-        whole = layer(x)
+        full = layer(x)
     state = RandomState(1)
     with state, state.sharded(0, range(3, 6), of=6):
         local = layer(x[3:])
-    torch.testing.assert_close(local, whole[3:], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(local, full[3:], rtol=1e-12, atol=1e-12)
 
 
 # ---- ranks -------------------------------------------------------------------------------------------------------
@@ -405,14 +405,14 @@ def test_a_transformer_layer_of_half_a_batch() -> None:
 
 def check_dtensors(comm: Communicator) -> None:
     mesh = Mesh((2, 2), ("a", "b"))
-    whole = whole_mask(7, 5)
+    full = full_mask(7, 5)
     for placements in [(Shard(0), Shard(1)), (Replicate(), Shard(0)), (Shard(1), Shard(1)), (Replicate(), Replicate())]:
-        laid = uni.shard_tensor(ones(7, 5).requires_grad_(), mesh, placements)
+        placed = uni.shard_tensor(ones(7, 5).requires_grad_(), mesh, placements)
         with RandomState(1):
-            dropped = F.dropout(laid)
-        assert torch.equal(dropped.to_local(), local_slice(whole, mesh, placements))
+            dropped = F.dropout(placed)
+        assert torch.equal(dropped.to_local(), local_slice(full, mesh, placements))
         dropped.to_local().sum().backward()
-        assert torch.equal(laid.grad.to_local(), local_slice(whole, mesh, placements))
+        assert torch.equal(placed.grad.to_local(), local_slice(full, mesh, placements))
     with pytest.raises(UsageError, match="none is Partial"), RandomState(1):
         F.dropout(uni.shard_tensor(ones(7, 5), mesh, [uni.Partial(), Replicate()]))
 
@@ -448,7 +448,7 @@ def test_compiled_words_take_over_unnoticed(monkeypatch: pytest.MonkeyPatch) -> 
 
     def drawn() -> list[torch.Tensor]:
         with RandomState(5):
-            return [whole_mask(50, 31), *(F.dropout(torch.ones(33, 7, dtype=dtype), p) for dtype, p in kinds)]
+            return [full_mask(50, 31), *(F.dropout(torch.ones(33, 7, dtype=dtype), p) for dtype, p in kinds)]
 
     monkeypatch.setattr(draws, "_seconds_drawn", 0.0)
     before = drawn()

@@ -40,13 +40,13 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_half_of_a_batch_draws_half_of_the_numbers(name: str) -> None:
     x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
     with RandomState(3):
-        whole = DRAWS[name](x)
+        full = DRAWS[name](x)
     state = RandomState(3)
     with state, state.sharded(0, range(4, 8), of=8):
         half = DRAWS[name](x[4:])
-    assert half.dtype == whole.dtype == DRAWS[name](x).dtype
-    assert torch.equal(half, whole[4:])
-    assert whole.unique().numel() > 1
+    assert half.dtype == full.dtype == DRAWS[name](x).dtype
+    assert torch.equal(half, full[4:])
+    assert full.unique().numel() > 1
 
 
 def test_what_has_no_samples_is_the_same_on_every_rank() -> None:

@@ -30,18 +30,18 @@ NAMES = ("a", "b", "c")
 def check_pair(shape: Sequence[int], mesh: Mesh, source: Sequence[Placement], target: Sequence[Placement]) -> None:
     """Reshard a tensor and compare its values and its gradient with those of the whole tensor."""
     case = f"{tuple(shape)} on {mesh}: {source} -> {target}"
-    whole, weight = whole_tensor(shape, 1), whole_tensor(shape, 2)
-    local, laid = laid_out(whole, mesh, source)
+    full, weight = whole_tensor(shape, 1), whole_tensor(shape, 2)
+    local, placed = laid_out(full, mesh, source)
     with traffic.counted() as seen:
-        moved = uni.reshard(laid, mesh, target)
+        moved = uni.reshard(placed, mesh, target)
     assert moved.placements == tuple(target), case
-    assert moved.shape == whole.shape, case
+    assert moved.shape == full.shape, case
     assert moved.to_local().shape == local_shape(shape, mesh, target), case
     steps = find_route(tuple(shape), 8, mesh.shape, tuple(source), tuple(target))
     spoken = [step for step in steps if step.communicates and math.prod(mesh.shape[a] for a in step.axes) > 1]
-    assert seen.calls.total() == (len(spoken) if whole.numel() else 0), case
+    assert seen.calls.total() == (len(spoken) if full.numel() else 0), case
     reduced = uni.reshard(moved.detach(), mesh, [Replicate()] * mesh.ndim).to_local()
-    torch.testing.assert_close(reduced, whole, rtol=1e-12, atol=1e-12, msg=lambda text: f"{case}: {text}")
+    torch.testing.assert_close(reduced, full, rtol=1e-12, atol=1e-12, msg=lambda text: f"{case}: {text}")
     (moved.to_local() * local_slice(weight, mesh, target)).sum().backward()
     expected = local_slice(weight, mesh, source) * averaged(mesh, target) / averaged(mesh, source)
     torch.testing.assert_close(local.grad, expected, rtol=1e-12, atol=1e-12, msg=lambda text: f"{case}: {text}")
@@ -103,16 +103,16 @@ def test_a_mesh_in_another_order(pools: Pools) -> None:
 
 def check_other_ops(comm: Communicator) -> None:
     mesh = Mesh((2, 2), ("a", "b"))
-    whole = whole_tensor((5, 3))
+    full = whole_tensor((5, 3))
     for op in ("avg", "product", "min", "max"):
         for target in [(Replicate(), Replicate()), (Shard(0), Shard(1)), (Replicate(), Partial(op))]:
             for source in [(Partial(op), Partial(op)), (Shard(0), Partial(op)), (Shard(1), Replicate())]:
-                local = part_of(whole, mesh, source)
-                laid = DTensor.from_local(
-                    local, mesh.device_mesh, source, run_check=False, shape=whole.shape, stride=whole.stride()
+                local = part_of(full, mesh, source)
+                placed = DTensor.from_local(
+                    local, mesh.device_mesh, source, run_check=False, shape=full.shape, stride=full.stride()
                 )
-                moved = uni.reshard(uni.reshard(laid, mesh, target), mesh, [Replicate()] * 2)
-                torch.testing.assert_close(moved.to_local(), whole, rtol=1e-12, atol=1e-12)
+                moved = uni.reshard(uni.reshard(placed, mesh, target), mesh, [Replicate()] * 2)
+                torch.testing.assert_close(moved.to_local(), full, rtol=1e-12, atol=1e-12)
     check_pair((5, 3), mesh, (Partial("avg"), Shard(0)), (Shard(1), Replicate()))
     check_pair((5, 3), mesh, (Replicate(), Shard(0)), (Partial("avg"), Replicate()))
     check_pair((5, 3), mesh, (Partial("avg"), Partial()), (Partial("avg"), Replicate()))
@@ -153,10 +153,10 @@ GRID = [
 
 def spoken(comm: Communicator, shape: Any, mesh_shape: Any, source: Any, target: Any) -> tuple[dict, dict, float]:
     mesh = Mesh(mesh_shape, NAMES[: len(mesh_shape)])
-    _, laid = laid_out(whole_tensor(shape), mesh, source)
-    uni.reshard(laid, mesh, target)  # makes the groups
+    _, placed = laid_out(whole_tensor(shape), mesh, source)
+    uni.reshard(placed, mesh, target)  # makes the groups
     with traffic.counted() as seen:
-        uni.reshard(laid, mesh, target)
+        uni.reshard(placed, mesh, target)
     return dict(seen.calls), dict(seen.payload), seen.sent
 
 
@@ -184,8 +184,8 @@ def test_axes_share_a_collective(pools: Pools, source: Any, target: Any, ops: li
 
 def backward_speech(comm: Communicator, source: Any, target: Any) -> dict[str, int]:
     mesh = Mesh((4,), ("a",))
-    _, laid = laid_out(whole_tensor((8, 8)), mesh, [source])
-    moved = uni.reshard(laid, mesh, [target]).to_local().sum()
+    _, placed = laid_out(whole_tensor((8, 8)), mesh, [source])
+    moved = uni.reshard(placed, mesh, [target]).to_local().sum()
     with traffic.counted() as seen:
         moved.backward()
     return dict(seen.calls)
@@ -233,47 +233,47 @@ def test_random_cases(pools: Pools, batch: list[tuple[Any, ...]]) -> None:
 
 def check_interop(comm: Communicator) -> None:
     mesh = Mesh((2, 2), ("a", "b"))
-    whole = whole_tensor((6, 5))
-    theirs = distribute_tensor(whole, mesh.device_mesh, [Shard(0), Replicate()])
-    ours = uni.shard_tensor(whole, mesh, [Shard(0), Replicate()])
+    full = whole_tensor((6, 5))
+    theirs = distribute_tensor(full, mesh.device_mesh, [Shard(0), Replicate()])
+    ours = uni.shard_tensor(full, mesh, [Shard(0), Replicate()])
     assert torch.equal(theirs.to_local(), ours.to_local())
     assert theirs.placements == ours.placements
-    assert torch.equal(uni.reshard(theirs, mesh, [Replicate(), Shard(-1)]).full_tensor(), whole)
-    assert torch.equal(ours.redistribute(placements=[Replicate(), Shard(1)]).full_tensor(), whole)
+    assert torch.equal(uni.reshard(theirs, mesh, [Replicate(), Shard(-1)]).full_tensor(), full)
+    assert torch.equal(ours.redistribute(placements=[Replicate(), Shard(1)]).full_tensor(), full)
     line = mesh.flatten(("a", "b"))
-    assert torch.equal(uni.reshard(ours, line, [Shard(1)]).to_local(), local_slice(whole, line, [Shard(1)]))
+    assert torch.equal(uni.reshard(ours, line, [Shard(1)]).to_local(), local_slice(full, line, [Shard(1)]))
     assert global_shape(ours.to_local(), mesh, [Shard(0), Replicate()]) == (6, 5)
 
-    parameter = torch.nn.Parameter(whole.clone())
-    laid = uni.shard_tensor(parameter, mesh, [Replicate(), Shard(1)])
-    assert isinstance(laid, torch.nn.Parameter)
-    assert laid.is_leaf
-    assert laid.requires_grad
-    uni.reshard(laid, mesh, [Replicate(), Replicate()]).to_local().sum().backward()
-    assert torch.equal(laid.grad.to_local(), torch.ones_like(laid.to_local()))
+    parameter = torch.nn.Parameter(full.clone())
+    placed = uni.shard_tensor(parameter, mesh, [Replicate(), Shard(1)])
+    assert isinstance(placed, torch.nn.Parameter)
+    assert placed.is_leaf
+    assert placed.requires_grad
+    uni.reshard(placed, mesh, [Replicate(), Replicate()]).to_local().sum().backward()
+    assert torch.equal(placed.grad.to_local(), torch.ones_like(placed.to_local()))
     with torch.no_grad():
-        laid.to_local().zero_()
-    assert torch.equal(parameter, whole), "shard_tensor copies"
+        placed.to_local().zero_()
+    assert torch.equal(parameter, full), "shard_tensor copies"
 
-    leaf = whole.clone().requires_grad_()
+    leaf = full.clone().requires_grad_()
     (uni.shard_tensor(leaf * 2, mesh, [Shard(0), Shard(1)]).to_local() ** 2).sum().backward()
-    torch.testing.assert_close(leaf.grad, 8 * whole)
+    torch.testing.assert_close(leaf.grad, 8 * full)
 
 
 def check_second_derivative(comm: Communicator) -> None:
     """On DTensors throughout: the way from them to local tensors is differentiable twice from torch 2.13 on only."""
     mesh = Mesh((4,), ("a",))
-    whole = whole_tensor((6, 5))
-    leaf = uni.shard_tensor(whole.clone().requires_grad_(), mesh, [Shard(0)])
+    full = whole_tensor((6, 5))
+    leaf = uni.shard_tensor(full.clone().requires_grad_(), mesh, [Shard(0)])
     moved = uni.reshard(leaf, mesh, [Shard(1)])
     (first,) = torch.autograd.grad((moved**3).sum(), leaf, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), leaf)
-    torch.testing.assert_close(second.full_tensor(), 6 * whole)
+    torch.testing.assert_close(second.full_tensor(), 6 * full)
 
 
 def check_complaints(comm: Communicator) -> None:
     mesh = Mesh((2, 2), ("a", "b"))
-    whole = whole_tensor((6, 5))
+    full = whole_tensor((6, 5))
     for placements, words in [
         ([Shard(0)], "expected a list of 2"),
         ([Shard(2), Replicate()], "expected a dim from -2 to 1"),
@@ -282,15 +282,15 @@ def check_complaints(comm: Communicator) -> None:
         (["x", Replicate()], "expected Shard"),
     ]:
         with pytest.raises(UsageError, match=words):
-            uni.reshard(whole, mesh, placements)
+            uni.reshard(full, mesh, placements)
     with pytest.raises(UsageError, match="use reshard"):
-        uni.shard_tensor(uni.shard_tensor(whole, mesh, [Shard(0)] * 2), mesh, [Shard(0)] * 2)
-    _, laid = laid_out(whole, mesh, [Partial("max"), Replicate()])
+        uni.shard_tensor(uni.shard_tensor(full, mesh, [Shard(0)] * 2), mesh, [Shard(0)] * 2)
+    _, placed = laid_out(full, mesh, [Partial("max"), Replicate()])
     with pytest.raises(UsageError, match="detach"):
-        uni.reshard(laid, mesh, [Replicate(), Replicate()])
+        uni.reshard(placed, mesh, [Replicate(), Replicate()])
     pair = Mesh((2,), ("a",), [0, 1] if comm.rank < 2 else [2, 3])
     with pytest.raises(UsageError, match="different ranks"):
-        uni.reshard(uni.shard_tensor(whole, mesh, [Shard(0)] * 2), pair, [Shard(0)])
+        uni.reshard(uni.shard_tensor(full, mesh, [Shard(0)] * 2), pair, [Shard(0)])
     with pytest.raises(UsageError, match="local sizes"):
         global_shape(torch.zeros(comm.rank + 1), Mesh((4,), ("a",)), [Shard(0)])
     assert checked([Shard(-1), Replicate()], mesh, 3) == (Shard(2), Replicate())

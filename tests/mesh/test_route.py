@@ -34,10 +34,10 @@ def test_the_cheapest(source: tuple[Placement, ...], target: tuple[Placement, ..
 
 
 def test_what_a_rank_receives() -> None:
-    whole = 4096 * 4096 * 4
+    full = 4096 * 4096 * 4
     for source, target, share in [(S0, R, 7 / 8), (P, R, 14 / 8), (P, S0, 7 / 8), (S0, S1, 7 / 64), (R, S0, 0)]:
         route = find_route(LARGE, 4, (8,), (source,), (target,))
-        assert sum(step.received for step in route) == whole * share
+        assert sum(step.received for step in route) == full * share
 
 
 def test_axes_in_each_others_way_step_aside() -> None:

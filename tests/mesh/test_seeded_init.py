@@ -34,7 +34,7 @@ def same(one: nn.Module, other: nn.Module) -> bool:
     return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def test_the_whole_model() -> None:
+def test_the_full_model() -> None:
     expected = one_process()
     before = torch.get_rng_state()
     built = build(lambda: nn.Sequential(*(layer() for layer in layers())), 5)

@@ -177,36 +177,36 @@ class Report(Record):
 def piped(comm: Communicator, job: Job) -> Report:
     """The same as `plain` on the ranks of a pipeline; gradients and parameters are those of this rank's stages."""
     case = CASES[job.case]
-    cut, made = cut_of(job, comm.size, comm.rank)
+    sharded, made = cut_of(job, comm.size, comm.rank)
     samples = sum(job.sizes)
     targets: list[torch.Tensor] = []
 
     def loss(outputs: Any, number: int) -> torch.Tensor:
         return case.part(outputs, targets[number]) / samples
 
-    runtime = PipelineRuntime(cut.stages, made, comm, loss, split_backward=job.split_backward)
-    tied = TiedGradients(cut.tied, comm)
-    first = {key: value.detach().clone() for key, value in cut.model.named_parameters()}
-    optimizer = torch.optim.AdamW(cut.model.parameters(), lr=0.01)
+    runtime = PipelineRuntime(sharded.stages, made, comm, loss, split_backward=job.split_backward)
+    tied = TiedGradients(sharded.tied, comm)
+    first = {key: value.detach().clone() for key, value in sharded.model.named_parameters()}
+    optimizer = torch.optim.AdamW(sharded.model.parameters(), lr=0.01)
     losses, gradients, peaks = [], [], {}
     for step in range(STEPS):
-        inputs, whole_targets = batch(case, samples, step)
-        targets[:] = rows(whole_targets, job.sizes)
+        inputs, full_targets = batch(case, samples, step)
+        targets[:] = rows(full_targets, job.sizes)
         optimizer.zero_grad()
         losses.append(float(runtime.step(rows(inputs, job.sizes))))
         peaks = runtime.peaks
-        tied.sum(dict(cut.model.named_parameters()))
-        gradients.append(_gradients(cut.model))
+        tied.sum(dict(sharded.model.named_parameters()))
+        gradients.append(_gradients(sharded.model))
         optimizer.step()
     evaluated = float(runtime.evaluate(rows(inputs, job.sizes)))
     predicted = runtime.predict(rows(inputs, job.sizes))
     return Report(
         losses,
         gradients,
-        {key: value.detach() for key, value in cut.model.named_parameters()},
+        {key: value.detach() for key, value in sharded.model.named_parameters()},
         first,
         peaks,
-        tuple((each.name, each.ranks) for each in cut.tied),
+        tuple((each.name, each.ranks) for each in sharded.tied),
         tied.elsewhere,
         evaluated,
         predicted,

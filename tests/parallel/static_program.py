@@ -73,10 +73,10 @@ def main() -> None:
     torch.testing.assert_close(losses, expected, rtol=1e-9, atol=0)
     found = {name: value.to(DEVICE) for name, value in program.state_dict()["model"].items()}
     torch.testing.assert_close(found, dict(parameters), rtol=1e-9, atol=1e-11)
-    whole = net()
-    whole.load_state_dict(found)
+    full = net()
+    full.load_state_dict(found)
     inputs = batch(9)[0]
-    torch.testing.assert_close(program.predict(inputs).to(DEVICE), whole(inputs).detach(), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(program.predict(inputs).to(DEVICE), full(inputs).detach(), rtol=1e-9, atol=1e-11)
     print(f"rank {comm.rank}: parameters on {held}, as one {DEVICE} device")
 
 

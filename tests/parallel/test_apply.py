@@ -55,8 +55,8 @@ def test_what_cannot_be_right_is_refused(
 ) -> None:
     if task == "llama_like":
         pytest.importorskip("transformers")
-    for told in pools("gloo", size).run(refused, task, plan, changes):
-        assert re.search(words, told), told
+    for reported in pools("gloo", size).run(refused, task, plan, changes):
+        assert re.search(words, reported), reported
 
 
 def _three_heads() -> nn.Module:
@@ -118,8 +118,8 @@ def refused_alone(comm: Communicator, name: str, plan: str, changes: dict[str, A
 def test_bad_input_is_refused_before_any_rank_communicates(
     pools: Callable[[str, int], RankPool], task: str, plan: str, changes: dict[str, Any], words: str
 ) -> None:
-    told = pools("gloo", 2).run(refused_alone, task, plan, changes)[0]
-    assert re.search(words, told), told
+    reported = pools("gloo", 2).run(refused_alone, task, plan, changes)[0]
+    assert re.search(words, reported), reported
 
 
 def refused_by_one(comm: Communicator, plan: str) -> str:
@@ -164,7 +164,7 @@ CUT = {"0.[qkv]": "column", "0.out": "row"}
 
 def cut_through_heads(comm: Communicator, with_products: bool) -> str:
     x = torch.randn(4, 3, 32, generator=torch.Generator().manual_seed(1))
-    told = ""
+    reported = ""
     for rules in ({**CUT, "0": "heads:count"}, CUT):
         trainer = parallelize(
             lambda: nn.Sequential(CountsItsHeads(with_products)),
@@ -176,17 +176,17 @@ def cut_through_heads(comm: Communicator, with_products: bool) -> str:
         try:
             trainer.step((x, x))
         except UsageError as error:
-            told += str(error)
+            reported += str(error)
         else:
-            told += "trains; "
-    return told
+            reported += "trains; "
+    return reported
 
 
 @pytest.mark.parametrize("with_products", [False, True])
-def test_tp_does_not_cut_through_heads(pools: Callable[[str, int], RankPool], with_products: bool) -> None:
-    told = pools("gloo", 2).run(cut_through_heads, with_products)
+def test_tp_does_not_split_through_heads(pools: Callable[[str, int], RankPool], with_products: bool) -> None:
+    reported = pools("gloo", 2).run(cut_through_heads, with_products)
     words = r"trains; tp=2: CountsItsHeads computes attention over 4 features of a head; in the full model it is .*8"
-    assert all(re.match(words, each) for each in told), told
+    assert all(re.match(words, each) for each in reported), reported
 
 
 class Remembering(nn.Module):
@@ -231,8 +231,8 @@ def a_loss_that_cannot_take_it(comm: Communicator) -> str:
 
 
 def test_a_loss_that_cannot_take_what_the_model_returns(pools: Callable[[str, int], RankPool]) -> None:
-    for told in pools("gloo", 2).run(a_loss_that_cannot_take_it):
-        assert "cannot take what the model returns" in told
+    for reported in pools("gloo", 2).run(a_loss_that_cannot_take_it):
+        assert "cannot take what the model returns" in reported
 
 
 def an_ordinary_loop(comm: Communicator) -> list[float]:

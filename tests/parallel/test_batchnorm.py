@@ -43,22 +43,22 @@ def normed(comm: Communicator, sizes: list[int], options: dict[str, Any]) -> Non
         assert model.state_dict().keys() == reference.state_dict().keys()
         assert isinstance(model[1], cls)
         for _ in range(3):
-            whole = (torch.randn(sum(sizes), *shape, dtype=torch.float64) + 50.0).requires_grad_()
-            weights = torch.randn_like(whole)
-            part = whole.detach().split(sizes)[comm.rank].clone().requires_grad_()
-            expected = reference(whole)
+            full = (torch.randn(sum(sizes), *shape, dtype=torch.float64) + 50.0).requires_grad_()
+            weights = torch.randn_like(full)
+            part = full.detach().split(sizes)[comm.rank].clone().requires_grad_()
+            expected = reference(full)
             (expected * weights).sum().backward()
             output = model(part)
             (output * weights.split(sizes)[comm.rank]).sum().backward()
             equal(output, expected.split(sizes)[comm.rank])
-            equal(part.grad, whole.grad.split(sizes)[comm.rank])
+            equal(part.grad, full.grad.split(sizes)[comm.rank])
         sum_gradients(model, mesh)
         for name, parameter in model.named_parameters():
             equal(parameter.grad, reference.get_parameter(name).grad)
         for name, buffer in model.named_buffers():
             equal(buffer, reference.get_buffer(name))
         if options.get("track_running_stats", True):
-            equal(model.eval()(part), reference.eval()(whole).split(sizes)[comm.rank])
+            equal(model.eval()(part), reference.eval()(full).split(sizes)[comm.rank])
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ Pools = Callable[[str, int], RankPool]
 SHAPES = {"replica": (3, 4), "columns": (5, 2), "rows": (3, 7), "both": (6, 5), "number": ()}
 
 
-def whole_model() -> dict[str, nn.Parameter]:
+def full_model() -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(5)
     model = {}
     for name, shape in SHAPES.items():
@@ -30,37 +30,37 @@ def whole_model() -> dict[str, nn.Parameter]:
     return model
 
 
-def pieces(model: dict[str, nn.Parameter], mesh: Mesh) -> dict[str, nn.Parameter]:
+def shards(model: dict[str, nn.Parameter], mesh: Mesh) -> dict[str, nn.Parameter]:
     """Cut over tp, over the replicas (as ZeRO does) and over both; the rest is on every rank."""
     layouts = {
         "columns": Layout((Split.even(("tp",), 0, 5, 2),)),
         "rows": Layout((Split.even(("dp",), 1, 7, 2),)),
         "both": Layout((Split.even(("tp",), 0, 6, 2), Split.even(("dp",), 0, 3, 2))),
     }
-    cut = {}
-    for name, whole in model.items():
+    sharded = {}
+    for name, full in model.items():
         layout = layouts.get(name, UNSHARDED)
-        cut[name] = nn.Parameter(local_of(whole.detach(), layout, mesh))
-        cut[name].grad = local_of(whole.grad, layout, mesh).clone()
-        set_layout(cut[name], layout)
-    return cut
+        sharded[name] = nn.Parameter(local_of(full.detach(), layout, mesh))
+        sharded[name].grad = local_of(full.grad, layout, mesh).clone()
+        set_layout(sharded[name], layout)
+    return sharded
 
 
 def clipped(comm: Communicator, norm_type: float, most: float) -> None:
     mesh = Mesh((1, 2, 2), ("pp", "dp", "tp"))
-    model = whole_model()
-    cut = pieces(model, mesh)
-    tied = [*cut.values(), cut["both"]]  # a parameter that is listed twice counts once
+    model = full_model()
+    sharded = shards(model, mesh)
+    tied = [*sharded.values(), sharded["both"]]  # a parameter that is listed twice counts once
     norm = clip_by_norm(tied, most, mesh, norm_type)
     expected = nn.utils.clip_grad_norm_(model.values(), most, norm_type)
     torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
-    for name, piece in cut.items():
-        whole = full_tensor_of(piece.grad, piece.unisono_layout, mesh)
-        torch.testing.assert_close(whole, model[name].grad, rtol=1e-12, atol=0)
+    for name, shard in sharded.items():
+        full = full_tensor_of(shard.grad, shard.unisono_layout, mesh)
+        torch.testing.assert_close(full, model[name].grad, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.5, math.inf])
-def test_norm_over_every_kind_of_piece(pools: Pools, norm_type: float) -> None:
+def test_norm_over_every_kind_of_shard(pools: Pools, norm_type: float) -> None:
     for most in (0.7, 1e6):
         pools("gloo", 4).run(clipped, norm_type, most)
 
@@ -133,8 +133,8 @@ def test_precision() -> None:
     linear = nn.Linear(2, 2)
     with autocast(torch.bfloat16, torch.device("cpu")):
         assert linear(torch.ones(1, 2)).dtype == torch.bfloat16
-    for whole in (None, torch.float32):
-        with autocast(whole, torch.device("cpu")):
+    for full in (None, torch.float32):
+        with autocast(full, torch.device("cpu")):
             assert linear(torch.ones(1, 2)).dtype == torch.float32
     with pytest.raises(UsageError, match="expected float16"):
         autocast(torch.int8, torch.device("cpu"))

@@ -36,12 +36,12 @@ def test_tokens(order: str, ranks: int, length: int) -> None:
     tokens = ORDERS[order](length, ranks)
     held = torch.cat([tokens.positions(rank) for rank in range(ranks)])
     assert sorted(held.tolist()) == list(range(length))
-    whole = torch.randn(2, length, 3)
-    pieces = [tokens.shard(whole, rank, 1) for rank in range(ranks)]
-    assert [piece.shape[1] for piece in pieces] == tokens.counts
-    for rank, piece in enumerate(pieces):
-        assert torch.equal(piece, whole[:, tokens.positions(rank)])
-    assert torch.equal(tokens.join(pieces, 1), whole)
+    full = torch.randn(2, length, 3)
+    shards = [tokens.shard(full, rank, 1) for rank in range(ranks)]
+    assert [chunk.shape[1] for chunk in shards] == tokens.counts
+    for rank, chunk in enumerate(shards):
+        assert torch.equal(chunk, full[:, tokens.positions(rank)])
+    assert torch.equal(tokens.join(shards, 1), full)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -80,12 +80,10 @@ def shapes(length: int, heads: int, key_heads: int, width: int = 8) -> list[torc
     ]
 
 
-def plain(
-    whole: list[torch.Tensor], causal: bool, scale: float | None, mask: torch.Tensor | None
-) -> list[torch.Tensor]:
-    q, k, v = (x.clone().requires_grad_() for x in whole[:3])
+def plain(full: list[torch.Tensor], causal: bool, scale: float | None, mask: torch.Tensor | None) -> list[torch.Tensor]:
+    q, k, v = (x.clone().requires_grad_() for x in full[:3])
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=True)
-    out.backward(whole[3])
+    out.backward(full[3])
     return [out.detach(), *(x.grad for x in (q, k, v))]  # type: ignore[list-item]
 
 
@@ -98,16 +96,16 @@ def check_attention(
     scale: float | None = None,
     mask: torch.Tensor | None = None,
 ) -> None:
-    whole = shapes(tokens.length, *heads)
-    expected = plain(whole, causal, scale, mask)
-    mine = [tokens.shard(x, comm.rank, 2) for x in whole]
+    full = shapes(tokens.length, *heads)
+    expected = plain(full, causal, scale, mask)
+    mine = [tokens.shard(x, comm.rank, 2) for x in full]
     q, k, v = (x.clone().requires_grad_() for x in mine[:3])
     out = KINDS[kind](q, k, v, comm, causal, scale, tokens, mask)
     out.backward(mine[3])
-    for name, found, whole_one in zip(["out", "dq", "dk", "dv"], [out, q.grad, k.grad, v.grad], expected, strict=True):
+    for name, found, full_one in zip(["out", "dq", "dk", "dv"], [out, q.grad, k.grad, v.grad], expected, strict=True):
         torch.testing.assert_close(
             found,
-            tokens.shard(whole_one, comm.rank, 2),
+            tokens.shard(full_one, comm.rank, 2),
             rtol=1e-10,
             atol=1e-12,
             msg=lambda text, name=name: name + text,
@@ -154,9 +152,9 @@ def test_masks(pools: Pools, kind: str) -> None:
 def check_one_token_a_rank(comm: Communicator, kind: str, length: int) -> None:
     """As Hugging Face's models call it: a single query needs no mask."""
     tokens = ORDERS["consecutive"](length, comm.size)
-    whole = shapes(length, 4, 4)
-    expected = plain(whole, True, None, None)[0]
-    q, k, v = (tokens.shard(x, comm.rank, 2) for x in whole[:3])
+    full = shapes(length, 4, 4)
+    expected = plain(full, True, None, None)[0]
+    q, k, v = (tokens.shard(x, comm.rank, 2) for x in full[:3])
     with attention(comm, kind, tokens):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1)
     torch.testing.assert_close(out, tokens.shard(expected, comm.rank, 2), rtol=1e-10, atol=1e-12)
@@ -172,12 +170,12 @@ def test_a_rank_with_one_token_attends_as_the_others(pools: Pools, kind: str) ->
 
 def check_learned_bias(comm: Communicator, kind: str) -> None:
     tokens = ORDERS["zigzag"](9, comm.size)
-    whole = shapes(9, 4, 4)
+    full = shapes(9, 4, 4)
     bias = torch.randn(1, 4, 9, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     gradients = []
-    for parts in (whole, [tokens.shard(x, comm.rank, 2) for x in whole]):
+    for parts in (full, [tokens.shard(x, comm.rank, 2) for x in full]):
         learned, q, k, v = (x.clone().requires_grad_() for x in (bias, *parts[:3]))
-        with attention(comm, kind, tokens) if parts is not whole else contextlib.nullcontext():
+        with attention(comm, kind, tokens) if parts is not full else contextlib.nullcontext():
             F.scaled_dot_product_attention(q, k, v, learned).backward(parts[3])
         gradients.append([x.grad for x in (learned, q, k, v)])
     comm.all_reduce(gradients[1][0])
@@ -228,17 +226,17 @@ def test_elements_sent(pools: Pools, ranks: int) -> None:
 
 def check_half(comm: Communicator, dtype: torch.dtype) -> None:
     tokens = Tokens.zigzag(24, comm.size)
-    whole = shapes(24, 4, 2, 16)
-    expected = plain(whole, True, None, None)
-    mine = [tokens.shard(x, comm.rank, 2).to(dtype) for x in whole]
+    full = shapes(24, 4, 2, 16)
+    expected = plain(full, True, None, None)
+    mine = [tokens.shard(x, comm.rank, 2).to(dtype) for x in full]
     q, k, v = (x.requires_grad_() for x in mine[:3])
     out = ring_attention(q, k, v, comm, True, None, tokens)
     out.backward(mine[3])
-    for found, whole_one in zip([out, q.grad, k.grad, v.grad], expected, strict=True):
+    for found, full_one in zip([out, q.grad, k.grad, v.grad], expected, strict=True):
         assert found is not None
         assert found.dtype == dtype
         bound = 1e-5 if dtype == torch.float32 else 3e-2
-        torch.testing.assert_close(found.double(), tokens.shard(whole_one, comm.rank, 2), rtol=bound, atol=bound)
+        torch.testing.assert_close(found.double(), tokens.shard(full_one, comm.rank, 2), rtol=bound, atol=bound)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -126,7 +126,7 @@ def test_model(pools: Pools, kind: str, name: str) -> None:
     pools("gloo", 4).run(check_model, name, kind, 13)
 
 
-def check_whole_sequences(comm: Communicator, kind: str, rows: int) -> None:
+def check_full_sequences(comm: Communicator, kind: str, rows: int) -> None:
     """A class a sentence: tokens are gathered after the blocks, and ranks take samples to the loss."""
     torch.manual_seed(3)
     reference = models.Pooled().double()
@@ -151,9 +151,9 @@ def check_whole_sequences(comm: Communicator, kind: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
-def test_targets_of_whole_sequences(pools: Pools, kind: str) -> None:
-    pools("gloo", 2).run(check_whole_sequences, kind, 5)
-    pools("gloo", 4).run(check_whole_sequences, kind, 3)  # fewer samples than ranks
+def test_targets_of_full_sequences(pools: Pools, kind: str) -> None:
+    pools("gloo", 2).run(check_full_sequences, kind, 5)
+    pools("gloo", 4).run(check_full_sequences, kind, 3)  # fewer samples than ranks
 
 
 def test_one_rank(pools: Pools) -> None:
@@ -170,7 +170,7 @@ def check_order_of_hooks(comm: Communicator) -> None:
     assert seen == [4, 4]
 
 
-def test_other_strategies_see_the_cut_sequence(pools: Pools) -> None:
+def test_other_strategies_see_the_split_sequence(pools: Pools) -> None:
     pools("gloo", 2).run(check_order_of_hooks)
 
 

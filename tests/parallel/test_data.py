@@ -26,14 +26,14 @@ Pools = Callable[[str, int], RankPool]
 
 
 def test_shares_cover_the_batch_in_order() -> None:
-    whole = {"x": torch.arange(14).view(7, 2), "more": [torch.arange(7), "a word", None, torch.tensor(3.0)]}
+    full = {"x": torch.arange(14).view(7, 2), "more": [torch.arange(7), "a word", None, torch.tensor(3.0)]}
     for count in (1, 2, 3, 7, 9):
-        parts = shares(whole, count)
-        assert torch.equal(torch.cat([part.batch["x"] for part in parts]), whole["x"])
+        parts = shares(full, count)
+        assert torch.equal(torch.cat([part.batch["x"] for part in parts]), full["x"])
         assert [row for part in parts for row in part.positions] == list(range(7))
         assert all(part.of == 7 and part.batch["more"][1:3] == ["a word", None] for part in parts)
         sizes = [len(part.positions) for part in parts]
-        assert sizes == [len(piece) for piece in torch.arange(7).tensor_split(count)]
+        assert sizes == [len(shard) for shard in torch.arange(7).tensor_split(count)]
         assert all(len(part.batch["more"][0]) == size for part, size in zip(parts, sizes, strict=True))
         assert all(part.batch["more"][3] == 3.0 for part in parts)
     assert torch.equal(share(torch.arange(5), 1, 2).batch, torch.tensor([3, 4]))
@@ -42,7 +42,7 @@ def test_shares_cover_the_batch_in_order() -> None:
     assert second.shape == (3,)
 
 
-def test_what_cannot_be_cut_is_refused() -> None:
+def test_what_cannot_be_split_is_refused() -> None:
     with pytest.raises(UsageError, match=r"batch\[0\] has 3 along dim 0, batch\[1\] has 4 along dim 0"):
         share((torch.zeros(3), torch.zeros(4)), 0, 2)
     with pytest.raises(UsageError, match="without tensors"):

@@ -165,7 +165,7 @@ def trained(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, seen = [], []
 
-    def whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def full(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if mesh is None:
             return {name: tensor.detach().clone() for name, tensor in tensors.items()}
         layouts = {name: layout_of(parameter) for name, parameter in model.named_parameters()}
@@ -191,10 +191,10 @@ def trained(
             mesh.comm().all_reduce(value)
             summed_gradients(model, mesh)
         if step == 0:
-            seen.append(whole({name: parameter.grad for name, parameter in model.named_parameters()}))  # type: ignore[misc]
+            seen.append(full({name: parameter.grad for name, parameter in model.named_parameters()}))  # type: ignore[misc]
         optimizer.step()
         losses.append(float(value))
-    return losses, [*seen, whole(dict(model.named_parameters()))]
+    return losses, [*seen, full(dict(model.named_parameters()))]
 
 
 def bounds(rows: int, index: int, ranks: int) -> tuple[int, int]:
@@ -275,16 +275,16 @@ def compare_stacked(comm: Communicator, most: int) -> None:
     x = torch.randn(comm.size, 4, WIDTH, dtype=torch.float64)
     index = torch.randint(most, (comm.size, 4, 2))
     weight = torch.rand(comm.size, 4, 2, dtype=torch.float64)
-    plain, whole = stacked(), x.clone().requires_grad_()
-    expected = plain(whole.flatten(0, 1), index.flatten(0, 1), weight.flatten(0, 1)).view_as(x)
+    plain, full = stacked(), x.clone().requires_grad_()
+    expected = plain(full.flatten(0, 1), index.flatten(0, 1), weight.flatten(0, 1)).view_as(x)
     expected.square().sum().backward()
     experts, mine = stacked(), x[comm.rank].clone().requires_grad_()
     expert_parallelize(experts, mesh)
     out = experts(mine, index[comm.rank], weight[comm.rank])
     out.square().sum().backward()
     torch.testing.assert_close(out, expected[comm.rank])
-    assert whole.grad is not None
-    torch.testing.assert_close(mine.grad, whole.grad[comm.rank])
+    assert full.grad is not None
+    torch.testing.assert_close(mine.grad, full.grad[comm.rank])
     for (name, parameter), (_, other) in zip(experts.named_parameters(), plain.named_parameters(), strict=True):
         assert parameter.grad is not None, name
         assert parameter.shape[0] < other.shape[0]

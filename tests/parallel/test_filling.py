@@ -141,8 +141,8 @@ def differing(comm: Communicator, name: str, plan: str) -> tuple[list[str], str]
         rules=task.rules,
         seed=5,
     )
-    whole = build(task.model, 5)
-    expected = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+    full = build(task.model, 5)
+    expected = {**dict(full.named_parameters()), **dict(full.named_buffers())}
     held = {**dict(trainer.model.named_buffers()), **dict(trainer.optimized())}
     wrong = [
         key
@@ -174,7 +174,7 @@ def test_values_are_those_of_one_process(pools: Callable[[str, int], RankPool], 
 
 def mistakes(comm: Communicator) -> list[str]:
     """What is refused before training, of a model that is not there yet."""
-    told = []
+    reported = []
     for loss, targets in (
         (lambda outputs, targets: outputs, None),
         (F.cross_entropy, torch.zeros(4, 3, dtype=torch.long)),
@@ -182,14 +182,14 @@ def mistakes(comm: Communicator) -> list[str]:
         try:
             _trained(lambda: big(hidden=2), "tp=2", loss, targets)
         except UsageError as error:
-            told.append(str(error))
-    return told
+            reported.append(str(error))
+    return reported
 
 
 def test_a_loss_that_does_not_fit_is_refused_all_the_same(pools: Callable[[str, int], RankPool]) -> None:
-    for told in pools("gloo", 2).run(mistakes):
-        assert "expected one number" in told[0]
-        assert "cross_entropy" in told[1]
+    for reported in pools("gloo", 2).run(mistakes):
+        assert "expected one number" in reported[0]
+        assert "cross_entropy" in reported[1]
 
 
 class Anchored(torch.optim.Optimizer):
@@ -225,34 +225,34 @@ def anchored(comm: Communicator) -> tuple[list[str], list[str]]:
     def parallel(make: Any, plan: str, kept: str) -> Trainer:
         return parallelize(make, plan, optimizer=lambda parameters: Anchored(parameters, kept), **job)
 
-    whole = build(lambda: tasks.MLP().double(), 5)
-    one = Anchored(whole.parameters(), "state")
+    full = build(lambda: tasks.MLP().double(), 5)
+    one = Anchored(full.parameters(), "state")
     planned = parallel(tasks.MLP, "dp=2,zero=3", "state")
-    for model in (planned.model, whole):
+    for model in (planned.model, full):
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
     for _ in range(2):
         one.zero_grad()
-        F.cross_entropy(whole(batch[0]), batch[1]).backward()
+        F.cross_entropy(full(batch[0]), batch[1]).backward()
         one.step()
         planned.step(batch)
-    expected, found = dict(whole.named_parameters()), planned.state_dict()["model"]
+    expected, found = dict(full.named_parameters()), planned.state_dict()["model"]
     wrong = [name for name in expected if not torch.allclose(found[name], expected[name], rtol=1e-9, atol=1e-12)]
-    told = []
+    reported = []
     for kept in ("attribute", "parameter"):
         try:
             parallel(tasks.MLP, "dp=2,zero=3", kept)
         except UsageError as error:
-            told.append(str(error))
-    return wrong, told
+            reported.append(str(error))
+    return wrong, reported
 
 
 def test_an_optimizer_that_looks_at_values_when_it_is_made_sees_them(pools: Callable[[str, int], RankPool]) -> None:
-    for wrong, told in pools("gloo", 2).run(anchored):
+    for wrong, reported in pools("gloo", 2).run(anchored):
         assert not wrong
-        assert "keeps a tensor of a parameter's shape in its attribute starts" in told[0]
-        assert "changes first.weight while it is made" in told[1]
+        assert "keeps a tensor of a parameter's shape in its attribute starts" in reported[0]
+        assert "changes first.weight while it is made" in reported[1]
 
 
 def insisted(comm: Communicator) -> tuple[str, float]:
@@ -260,7 +260,7 @@ def insisted(comm: Communicator) -> tuple[str, float]:
     return trainer.note, float(trainer.step((torch.ones(4, 4, WIDTH), torch.zeros(4, 4, WIDTH))))
 
 
-def test_a_pipeline_of_a_model_that_takes_no_stand_ins_is_built_whole(pools: Callable[[str, int], RankPool]) -> None:
+def test_a_pipeline_of_a_model_that_takes_no_stand_ins_is_built_full(pools: Callable[[str, int], RankPool]) -> None:
     for note, loss in pools("gloo", 2).run(insisted):
         assert "cannot be run tensor by tensor" in note
         assert loss > 0
@@ -286,10 +286,10 @@ def recurrent_share(comm: Communicator, plan: str) -> tuple[str, int, float]:
 
 
 def test_recurrent_layers_are_built_in_part(pools: Callable[[str, int], RankPool]) -> None:
-    whole = sum(each.numel() for each in Recurrent().parameters())
+    full = sum(each.numel() for each in Recurrent().parameters())
     _, _, expected = pools("gloo", 1).run(recurrent_share, "dp=1")[0]
     for plan in ("dp=2,zero=3", "pp=2,microbatches=2"):
         for note, held, loss in pools("gloo", 2).run(recurrent_share, plan):
             assert note == ""
-            assert held < 0.7 * whole
+            assert held < 0.7 * full
             assert loss == pytest.approx(expected, rel=1e-5)

@@ -341,9 +341,9 @@ def check_shared_and_masked(comm: Communicator) -> str:
     return str(caught.value)
 
 
-def test_blocks_in_two_places_and_masks_of_a_piece(pools: Pools) -> None:
-    for told in pools("gloo", 2).run(check_shared_and_masked):
-        assert "attn_mask of shape (1, 1) for 2 queries and 2 keys" in told
+def test_blocks_in_two_places_and_masks_of_a_shard(pools: Pools) -> None:
+    for reported in pools("gloo", 2).run(check_shared_and_masked):
+        assert "attn_mask of shape (1, 1) for 2 queries and 2 keys" in reported
 
 
 def test_a_part_without_samples_that_a_model_cannot_run() -> None:

@@ -19,10 +19,10 @@ Pools = Callable[[str, int], RankPool]
 VOCABULARY = 7
 
 
-def whole_and_piece(comm: Communicator) -> tuple[torch.Tensor, LogitsShard]:
-    whole = torch.randn(3, 4, VOCABULARY, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    parts = whole.tensor_split(comm.size, -1)
-    return whole, _shard(parts[comm.rank].clone(), comm, [part.shape[-1] for part in parts])
+def full_and_shard(comm: Communicator) -> tuple[torch.Tensor, LogitsShard]:
+    full = torch.randn(3, 4, VOCABULARY, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    parts = full.tensor_split(comm.size, -1)
+    return full, _shard(parts[comm.rank].clone(), comm, [part.shape[-1] for part in parts])
 
 
 READINGS: list[tuple[Callable[[torch.Tensor], Any], int]] = [  # and how many gathers they take
@@ -47,9 +47,9 @@ READINGS: list[tuple[Callable[[torch.Tensor], Any], int]] = [  # and how many ga
 
 def check_readings(comm: Communicator) -> None:
     for number, (read, gathers) in enumerate(READINGS):
-        whole, piece = whole_and_piece(comm)
+        full, shard = full_and_shard(comm)
         with traffic.counted() as seen:
-            found, expected = read(piece), read(whole)
+            found, expected = read(shard), read(full)
         assert seen.calls["all_gather"] == gathers, (number, seen)
         if isinstance(expected, torch.Tensor):
             assert not isinstance(found, LogitsShard)
@@ -58,7 +58,7 @@ def check_readings(comm: Communicator) -> None:
             assert found == expected, number
 
 
-def test_a_piece_reads_as_the_whole(pools: Pools) -> None:
+def test_a_shard_reads_as_the_full(pools: Pools) -> None:
     pools("gloo", 2).run(check_readings)
 
 
@@ -80,17 +80,17 @@ def past_torch(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def check_proof(comm: Communicator) -> None:
-    whole, piece = whole_and_piece(comm)
+    full, shard = full_and_shard(comm)
     targets = torch.tensor([[0, 6, -100, 3]] * 3)
     plain = Proof(lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
-    assert isinstance(plain.fitting(piece, targets), LogitsShard)
+    assert isinstance(plain.fitting(shard, targets), LogitsShard)
     for reading in (past_torch, lambda logits, targets: logits.data_ptr() + logits.mean()):
-        seen = Proof(reading).fitting(piece, targets)
+        seen = Proof(reading).fitting(shard, targets)
         assert not isinstance(seen, LogitsShard)
-        assert torch.equal(seen, whole)
+        assert torch.equal(seen, full)
 
 
-def test_a_loss_that_reaches_past_torch_gets_the_whole(pools: Pools) -> None:
+def test_a_loss_that_reaches_past_torch_gets_the_full(pools: Pools) -> None:
     pools("gloo", 2).run(check_proof)
 
 

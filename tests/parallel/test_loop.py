@@ -402,7 +402,7 @@ def other_things_work(comm: Communicator) -> None:
     assert trainer.steps == 3
 
 
-def test_what_torch_does_with_whole_gradients(pools: Pools) -> None:
+def test_what_torch_does_with_full_gradients(pools: Pools) -> None:
     pools("gloo", 2).run(other_things_work)
 
 
@@ -625,8 +625,8 @@ def a_step_through_another_model(comm: Communicator, plan: str) -> None:
         assert float(g.step((noise, y))) == pytest.approx(float(expected), rel=1e-9)
         gradients = {name: parameter.grad for name, parameter in d.optimized() if parameter.grad is not None}
         for name, parameter in plain_d.model.named_parameters():
-            whole = full_tensor_of(gradients[name], layout_of(dict(d.optimized())[name]), d.mesh)
-            compare({name: whole}, {name: parameter.grad})
+            full = full_tensor_of(gradients[name], layout_of(dict(d.optimized())[name]), d.mesh)
+            compare({name: full}, {name: parameter.grad})
         d.optimizer.step()
         plain_d.optimizer.step()
         plain_g.optimizer.step()

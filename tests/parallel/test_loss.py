@@ -122,28 +122,28 @@ def batch(rows: int = 7, length: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
     return outputs, targets
 
 
-def whole(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+def full_value(name: str) -> tuple[torch.Tensor, torch.Tensor]:
     outputs, targets = batch()
     if name not in ("cross_entropy", "weights", "smoothing", "weights_and_smoothing", "cross_entropy_module", "nll"):
         targets = targets.clamp(min=0)
     return outputs.requires_grad_(), targets
 
 
-def parted(name: str, cuts: list[list[int]], comm: Communicator | None, rank: int) -> tuple[float, torch.Tensor]:
+def parted(name: str, splits: list[list[int]], comm: Communicator | None, rank: int) -> tuple[float, torch.Tensor]:
     """The total and the gradient, where rank r takes microbatches of cuts[r] rows, in the order of the ranks."""
-    outputs, targets = whole(name)
-    sizes = [size for row in cuts for size in row]
-    first = sum(len(row) for row in cuts[:rank])
-    pieces = list(zip(outputs.split(sizes), targets.split(sizes), strict=True))[first : first + len(cuts[rank])]
+    outputs, targets = full_value(name)
+    sizes = [size for row in splits for size in row]
+    first = sum(len(row) for row in splits[:rank])
+    shards = list(zip(outputs.split(sizes), targets.split(sizes), strict=True))[first : first + len(splits[rank])]
     loss = GlobalLoss(LOSSES[name], comm)
-    loss.prepare(pieces)
-    partials = [loss(*piece) for piece in pieces]
+    loss.prepare(shards)
+    partials = [loss(*shard) for shard in shards]
     sum(partials).backward()
     return float(loss.total(partials)), outputs.grad
 
 
 def expected(name: str) -> tuple[float, torch.Tensor]:
-    outputs, targets = whole(name)
+    outputs, targets = full_value(name)
     value = LOSSES[name](outputs, targets)
     value.backward()
     return float(value.detach()), outputs.grad
@@ -152,43 +152,43 @@ def expected(name: str) -> tuple[float, torch.Tensor]:
 @pytest.mark.parametrize("name", LOSSES)
 def test_microbatches_of_one_rank(name: str) -> None:
     value, gradient = expected(name)
-    for cut in ([[7]], [[3, 2, 2]], [[5, 1, 1]], [[1] * 7]):
-        total, parts = parted(name, cut, None, 0)
+    for sharded in ([[7]], [[3, 2, 2]], [[5, 1, 1]], [[1] * 7]):
+        total, parts = parted(name, sharded, None, 0)
         assert total == pytest.approx(value, rel=1e-12)
         torch.testing.assert_close(parts, gradient, rtol=1e-11, atol=1e-14)
 
 
-def on_ranks(comm: Communicator, name: str, cuts: list[list[int]]) -> tuple[float, torch.Tensor]:
-    return parted(name, cuts, comm, comm.rank)
+def on_ranks(comm: Communicator, name: str, splits: list[list[int]]) -> tuple[float, torch.Tensor]:
+    return parted(name, splits, comm, comm.rank)
 
 
 def test_ranks_with_unequal_and_empty_shares(pools: Pools) -> None:
     for name in LOSSES:
         value, gradient = expected(name)
-        for cuts in ([[2, 2], [2, 1]], [[5, 1], [1]], [[7], [0]] if name != "ctc" else [[6], [1]]):
-            answers = pools("gloo", 2).run(on_ranks, name, cuts)
+        for splits in ([[2, 2], [2, 1]], [[5, 1], [1]], [[7], [0]] if name != "ctc" else [[6], [1]]):
+            answers = pools("gloo", 2).run(on_ranks, name, splits)
             assert all(total == pytest.approx(value, rel=1e-12) for total, _ in answers), name
             torch.testing.assert_close(sum(part for _, part in answers), gradient, rtol=1e-11, atol=1e-14)
 
 
-def test_a_floor_holds_for_the_count_of_the_whole() -> None:
+def test_a_floor_holds_for_the_count_of_the_full() -> None:
     outputs, targets = batch()
     nobody = torch.zeros_like(targets)
     loss = GlobalLoss(masked)
-    pieces = list(zip(outputs.split([3, 4]), nobody.split([3, 4]), strict=True))
-    loss.prepare(pieces)
-    assert loss.total([loss(*piece) for piece in pieces]) == masked(outputs, nobody) == 0
+    shards = list(zip(outputs.split([3, 4]), nobody.split([3, 4]), strict=True))
+    loss.prepare(shards)
+    assert loss.total([loss(*shard) for shard in shards]) == masked(outputs, nobody) == 0
 
 
 def test_half_precision_sums_do_not_overflow() -> None:
     outputs = torch.full((4, 4000), 8.0, dtype=torch.float16)
     loss = GlobalLoss(F.mse_loss)
-    pieces = [(part, torch.zeros_like(part)) for part in outputs.split(2)]
-    loss.prepare(pieces)
-    assert float(loss.total([loss(*piece) for piece in pieces])) == 64.0
+    shards = [(part, torch.zeros_like(part)) for part in outputs.split(2)]
+    loss.prepare(shards)
+    assert float(loss.total([loss(*shard) for shard in shards])) == 64.0
 
 
-def test_the_whole_batch_on_one_rank_meets_the_loss_as_it_is() -> None:
+def test_the_full_batch_on_one_rank_meets_the_loss_as_it_is() -> None:
     outputs, targets = batch()
 
     def odd(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -213,23 +213,23 @@ def test_the_whole_batch_on_one_rank_meets_the_loss_as_it_is() -> None:
         lambda o, t: o.sum() / o.square().sum(),
     ],
 )
-def test_a_loss_that_cannot_be_cut_is_refused(loss: Any) -> None:
+def test_a_loss_that_cannot_be_split_is_refused(loss: Any) -> None:
     outputs, targets = batch()
     normaliser = GlobalLoss(loss)
     outputs.requires_grad_()
-    pieces = list(zip(outputs.split([3, 4]), targets.split([3, 4]), strict=True))
-    normaliser.prepare(pieces)
+    shards = list(zip(outputs.split([3, 4]), targets.split([3, 4]), strict=True))
+    normaliser.prepare(shards)
     with pytest.raises(UsageError, match="not made of sums and means"):
-        normaliser(*pieces[0])
+        normaliser(*shards[0])
 
 
-def test_a_loss_that_fails_on_fewer_samples_is_told_what_to_do() -> None:
+def test_a_loss_that_fails_on_fewer_samples_is_reported_what_to_do() -> None:
     outputs, targets = batch()
-    pieces = list(zip(outputs.split([3, 4]), targets.split([3, 4]), strict=True))
+    shards = list(zip(outputs.split([3, 4]), targets.split([3, 4]), strict=True))
     normaliser = GlobalLoss(lambda o, t: o.flatten(1).sum(1).topk(3).values.mean())
-    normaliser.prepare(pieces)
+    normaliser.prepare(shards)
     with pytest.raises(UsageError, match=r"but not for a half of them .*uni\.BatchLoss"):
-        normaliser(*pieces[0])
+        normaliser(*shards[0])
 
 
 def test_a_single_sample_a_part_hides_no_loss_that_compares_samples() -> None:
@@ -237,28 +237,28 @@ def test_a_single_sample_a_part_hides_no_loss_that_compares_samples() -> None:
         return (outputs.flatten(1) @ outputs.flatten(1).T * 0.1).logsumexp(1).mean()
 
     outputs, targets = batch()
-    pieces = list(zip(outputs.split(1), targets.split(1), strict=True))
+    shards = list(zip(outputs.split(1), targets.split(1), strict=True))
     for loss, is_fine in [(similar, False), (flat(F.cross_entropy), True)]:
         normaliser = GlobalLoss(loss)
-        normaliser.prepare(pieces)
+        normaliser.prepare(shards)
         with contextlib.nullcontext() if is_fine else pytest.raises(UsageError, match="not made of sums and means"):
-            normaliser(*pieces[0])
+            normaliser(*shards[0])
 
 
-def test_a_loss_that_cannot_be_cut_along_the_sequence_is_refused() -> None:
+def test_a_loss_that_cannot_be_split_along_the_sequence_is_refused() -> None:
     outputs, targets = batch()
 
     def shifted(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return flat(F.cross_entropy)(outputs[:, :-1], targets[:, 1:])
 
-    pieces = list(zip(outputs.split([3, 4]), targets.split([3, 4]), strict=True))
+    shards = list(zip(outputs.split([3, 4]), targets.split([3, 4]), strict=True))
     normaliser = GlobalLoss(shifted)
-    normaliser.prepare(pieces)
-    normaliser(*pieces[0])  # along the batch it can
+    normaliser.prepare(shards)
+    normaliser(*shards[0])  # along the batch it can
     normaliser = GlobalLoss(shifted, dims=(0, 1))
-    normaliser.prepare(pieces)
+    normaliser.prepare(shards)
     with pytest.raises(UsageError, match="along dim 1"):
-        normaliser(*pieces[0])
+        normaliser(*shards[0])
 
 
 def test_an_output_without_tokens_hides_behind_no_zeros() -> None:
@@ -270,11 +270,11 @@ def test_an_output_without_tokens_hides_behind_no_zeros() -> None:
         outputs, weights = given
         return flat(F.cross_entropy)(outputs, targets) * torch.exp(-weights[0]) + weights.sum()
 
-    pieces = [((each, weights), of) for each, of in zip(outputs.split(3), targets.split(3), strict=True)][:2]
+    shards = [((each, weights), of) for each, of in zip(outputs.split(3), targets.split(3), strict=True)][:2]
     normaliser = GlobalLoss(weighted, dims=(0, 1))
-    normaliser.prepare(pieces)
+    normaliser.prepare(shards)
     with pytest.raises(UsageError, match="not made of sums and means"):
-        normaliser(*pieces[0])
+        normaliser(*shards[0])
 
 
 def test_a_count_that_depends_on_the_outputs_is_refused() -> None:
@@ -289,29 +289,29 @@ def test_a_count_that_depends_on_the_outputs_is_refused() -> None:
 
     for loss in (confident, confident_sum):
         normaliser = GlobalLoss(loss)
-        pieces = list(zip(outputs.split([3, 4]), targets.split([3, 4]), strict=True))
-        normaliser.prepare(pieces)
+        shards = list(zip(outputs.split([3, 4]), targets.split([3, 4]), strict=True))
+        normaliser.prepare(shards)
         with pytest.raises(UsageError, match="use microbatches=1"):
-            normaliser.total([normaliser(*piece) for piece in pieces])
+            normaliser.total([normaliser(*shard) for shard in shards])
 
 
 def test_errors_say_what_was_given() -> None:
     outputs, targets = batch()
-    pieces = [(outputs[:3], targets[:3]), (outputs[3:], targets[3:])]
+    shards = [(outputs[:3], targets[:3]), (outputs[3:], targets[3:])]
     wrong = GlobalLoss(F.cross_entropy)
-    wrong.prepare(pieces)
+    wrong.prepare(shards)
     with pytest.raises(UsageError, match=r"cannot take what the model returns, float64\[\d, 4, 5\], .*int64\[\d, 4\]"):
-        wrong(*pieces[0])
+        wrong(*shards[0])
     with pytest.raises(UsageError, match="expected one number"):
-        GlobalLoss(lambda o, t: o.sum(0)).prepare(pieces)
+        GlobalLoss(lambda o, t: o.sum(0)).prepare(shards)
     with pytest.raises(UsageError, match="at most 61"):
-        GlobalLoss(lambda o, t: sum(o.mean() for _ in range(99))).prepare(pieces)
+        GlobalLoss(lambda o, t: sum(o.mean() for _ in range(99))).prepare(shards)
     with pytest.raises(UsageError, match="another number elsewhere"):
-        GlobalLoss(lambda o, t: sum(F.mse_loss(row, row) for row in o)).prepare(pieces)
+        GlobalLoss(lambda o, t: sum(F.mse_loss(row, row) for row in o)).prepare(shards)
     loss = GlobalLoss(LOSSES["cross_entropy"])
-    loss.prepare(pieces)
+    loss.prepare(shards)
     with pytest.raises(UsageError, match="prepared for 2 microbatches"):
-        [loss(*piece) for piece in (*pieces, pieces[0])]
+        [loss(*shard) for shard in (*shards, shards[0])]
 
 
 def foretold(comm: Communicator) -> tuple[list[int], bool]:
@@ -327,8 +327,8 @@ def foretold(comm: Communicator) -> tuple[list[int], bool]:
             counted.prepare([(outputs[mine], targets[mine])], (outputs, targets))
             value = counted.total([counted(outputs[mine], targets[mine])])
         calls.append(sum(seen.calls.values()))
-        whole = F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
-        assert torch.allclose(value, whole, rtol=1e-12)
+        full_value = F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+        assert torch.allclose(value, full_value, rtol=1e-12)
     elsewhere = targets[mine].clone()
     elsewhere[-1, -1] = -100  # not among the targets that were counted
     counted.prepare([(outputs[mine], targets[mine])], (outputs, targets))
@@ -359,5 +359,5 @@ def computed(comm: Communicator) -> list[int]:
     return calls
 
 
-def test_nobody_computes_the_whole_to_count(pools: Pools) -> None:
+def test_nobody_computes_the_full_to_count(pools: Pools) -> None:
     assert pools("gloo", 2).run(computed) == [[2, 2]] * 2

@@ -60,12 +60,12 @@ def test_a_step_waits_for_nothing(trainer: Trainer) -> None:
     assert trainer.loss._predicts, "ranks asked each other: what they do without is not what was tried"
 
 
-def test_what_was_foretold_wrongly_is_told_before_anything_is_saved(trainer: Trainer) -> None:
+def test_what_was_foretold_wrongly_is_reported_before_anything_is_saved(trainer: Trainer) -> None:
     loss = trainer.loss
     wrong = PredictedCounts([torch.tensor(60, device="cuda")])
-    for told, is_right in ((60.0, True), (58.0, False)):
+    for reported, is_right in ((60.0, True), (58.0, False)):
         loss._predicts = True
-        loss._reported = PendingCounts(torch.tensor([2.0, told, 0.0], device="cuda", dtype=torch.float64), wrong)
+        loss._reported = PendingCounts(torch.tensor([2.0, reported, 0.0], device="cuda", dtype=torch.float64), wrong)
         assert not loss._reported.is_here
         if is_right:
             trainer.state_dict()

@@ -97,9 +97,9 @@ def _proved(step: Callable[[Any], torch.Tensor], state: Callable[[], dict[str, A
 def _shared(mesh: Mesh) -> nn.Module:
     """One mark a block; the other layers follow."""
     net = _net()
-    whole = [uni.Replicate()] * (mesh.ndim - 1)
+    full = [uni.Replicate()] * (mesh.ndim - 1)
     for name in ("first", "second"):
-        uni.mark(net, f"{name}.up.weight", mesh, [*whole, uni.Shard(0)])
+        uni.mark(net, f"{name}.up.weight", mesh, [*full, uni.Shard(0)])
     return net
 
 
@@ -213,8 +213,8 @@ def test_marks_that_make_no_plan() -> None:
     assert "has no module 'third'" in _refusal(lambda: uni.mark(net, "third", mesh.at(pp=1)))
     assert "pp=2 is off the mesh" in _refusal(lambda: mesh.at(pp=2))
     uni.mark(net, "first.up", mesh.at(pp=1))
-    told = _refusal(lambda: plan_of_marks(net, mesh, F.cross_entropy, batch))
-    assert "first.up is marked as a stage's first, but blocks are enter, first, second, head" in told
+    reported = _refusal(lambda: plan_of_marks(net, mesh, F.cross_entropy, batch))
+    assert "first.up is marked as a stage's first, but blocks are enter, first, second, head" in reported
     other = _net()
     uni.mark(other, "second", Mesh.describe((4,), ("pp",)).at(pp=3))
     assert "expected a submesh of Mesh(pp=2)" in _refusal(lambda: plan_of_marks(other, mesh, F.cross_entropy, batch))
@@ -235,10 +235,10 @@ def test_what_a_static_pipeline_leaves_to_others() -> None:
     assert "mp of Mesh(pp=2, mp=2) would be in it too" in _refusal(lambda: uni.to_static(staged, mesh=mesh, **JOB))
     mesh = Mesh.describe((2,), ("pp",))
     staged = _staged(mesh)
-    told = _refusal(lambda: uni.to_static(staged, mesh=mesh, **JOB, unpack=True))
-    assert "lay out tensors, but this program is made of marked stages" in told
-    told = _refusal(lambda: uni.to_static(_net(), mesh=mesh, **JOB, microbatches=2))
-    assert "is for a pipeline, but no stage is marked" in told
+    reported = _refusal(lambda: uni.to_static(staged, mesh=mesh, **JOB, unpack=True))
+    assert "lay out tensors, but this program is made of marked stages" in reported
+    reported = _refusal(lambda: uni.to_static(_net(), mesh=mesh, **JOB, microbatches=2))
+    assert "is for a pipeline, but no stage is marked" in reported
     turned = Mesh.describe((2, 2), ("dp", "pp"))
     staged = _staged(turned)
     assert "come in the order pp, dp" in _refusal(lambda: uni.to_static(staged, mesh=turned, **JOB))
@@ -314,15 +314,15 @@ def test_inputs_may_be_marked_in_the_forward(pools: Pools) -> None:
 def marked_and_called(comm: Communicator) -> list[str]:
     mesh = uni.Mesh((2,), ("mp",))
     model = Sharing(mesh, mark=True).net
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         for _ in range(2):
             model(_batch(0)[0])
-    return [str(warning.message) for warning in told]
+    return [str(warning.message) for warning in reported]
 
 
 def test_a_mark_that_nothing_acts_on_warns_once(pools: Pools) -> None:
-    for told in pools("gloo", 2).run(marked_and_called):
-        assert len(told) == 1
-        assert "weight of Linear is marked" in told[0]
-        assert "uni.apply_marks" in told[0]
+    for reported in pools("gloo", 2).run(marked_and_called):
+        assert len(reported) == 1
+        assert "weight of Linear is marked" in reported[0]
+        assert "uni.apply_marks" in reported[0]

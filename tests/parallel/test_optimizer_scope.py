@@ -143,7 +143,7 @@ def test_strangers_are_tried_out() -> None:
         optimizer_scope(Lars(pair), picky)
 
 
-def test_what_is_cut_is_refused_to_those_that_look_at_more() -> None:
+def test_what_is_split_is_refused_to_those_that_look_at_more() -> None:
     model = nn.Linear(4, 4)
     for make in (torch.optim.LBFGS, GlobalLars):
         assert require_full_parameters(make(model.parameters()), make, model, is_sharded=False)
@@ -209,7 +209,7 @@ def check_hooks(comm: Communicator) -> dict[tuple[str, str], str]:
 
 def test_step_hooks_and_strangers_are_right_or_refused(pools: Pools) -> None:
     for outcomes in pools("gloo", 2).run(check_hooks):
-        refused = {key: told for key, told in outcomes.items() if told}
+        refused = {key: reported for key, reported in outcomes.items() if reported}
         assert set(refused) == {("hook", "tp=2"), ("hook", "dp=2,zero=1"), ("hook", "dp=2,zero=3"), ("Lars", "tp=2")}
         assert "SGD has the step hook hooked.<locals>.make.<locals>.called" in refused["hook", "dp=2,zero=1"]
 
@@ -218,18 +218,18 @@ def check_late_hooks(comm: Communicator, plan: str) -> list[str]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     trainer = parallelize(model, plan, loss=F.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), rules=RULES)
-    told = []
+    reported = []
     for hook in (clamped, by_norm):
         clamped.is_elementwise = True  # type: ignore[attr-defined]
         trainer.optimizer.register_step_post_hook(hook)
         try:
             trainer.step((torch.ones(4, 6), torch.ones(4, 4)))
         except UsageError as error:
-            told.append(str(error))
+            reported.append(str(error))
         else:
             held = max(float(parameter.abs().max()) for parameter in model.parameters())
-            told.append(f"at most {held:.4f}")
-    return told
+            reported.append(f"at most {held:.4f}")
+    return reported
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "dp=2,zero=2"])

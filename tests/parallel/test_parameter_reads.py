@@ -176,8 +176,8 @@ def check_reading_loss(comm: Communicator, plan: str, rules: dict[str, str] | No
 
 def test_a_loss_that_reads_parameters(pools: Pools) -> None:
     for plan, rules in (("tp=2", RULES), ("dp=2,zero=3", None)):
-        for told in pools("gloo", 2).run(check_reading_loss, plan, rules):
-            assert "the loss reads table.weight" in told or "has a term of the model's parameters" in told
+        for reported in pools("gloo", 2).run(check_reading_loss, plan, rules):
+            assert "the loss reads table.weight" in reported or "has a term of the model's parameters" in reported
 
 
 def check_penalties(comm: Communicator) -> dict[str, str]:

@@ -17,20 +17,20 @@ BOUNDS = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 5e-3, torch.
 
 
 def in_parts(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor, cuts: list[int], **rules: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor, splits: list[int], **rules: Any
 ) -> list[torch.Tensor]:
     """Output and gradients when the keys come in pieces of these lengths."""
     rule = AttentionRules(1 / math.sqrt(q.shape[-1]), **rules)
-    whole = MergedAttention(q, v.shape[-1])
+    full = MergedAttention(q, v.shape[-1])
     everything = slice(0, q.shape[2])
-    for key, value in zip(k.split(cuts, 2), v.split(cuts, 2), strict=True):
-        whole.merge(everything, *attend(q, key, value, rule))
-    out = whole.out.to(q.dtype)
+    for key, value in zip(k.split(splits, 2), v.split(splits, 2), strict=True):
+        full.merge(everything, *attend(q, key, value, rule))
+    out = full.out.to(q.dtype)
     shares = [
-        attend_backward(grad, q, key, value, out, whole.lse, rule)
-        for key, value in zip(k.split(cuts, 2), v.split(cuts, 2), strict=True)
+        attend_backward(grad, q, key, value, out, full.lse, rule)
+        for key, value in zip(k.split(splits, 2), v.split(splits, 2), strict=True)
     ]
-    dq = sum(share[0].to(whole.out.dtype) for share in shares)
+    dq = sum(share[0].to(full.out.dtype) for share in shares)
     return [out, dq, torch.cat([share[1] for share in shares], 2), torch.cat([share[2] for share in shares], 2)]
 
 

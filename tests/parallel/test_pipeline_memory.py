@@ -52,6 +52,6 @@ def test_1f1b_keeps_three_eighths_less_than_f_then_b(pools: Callable[[str, int],
     """Four stages, four microbatches: 4, 3, 2 and 1 of them alive, not 4 on all; 37.5% less, as facts.json has it."""
     pool = pools("gloo", 4)
     kept, all_kept = pool.run(peak, "1f1b"), pool.run(peak, "f-then-b")
-    shares = [mine / whole for mine, whole in zip(kept, all_kept, strict=True)]
+    shares = [mine / full for mine, full in zip(kept, all_kept, strict=True)]
     assert shares == [1, 0.75, 0.5, 0.25]
     assert 1 - sum(shares) / 4 == 0.375

@@ -35,9 +35,9 @@ Pools = Callable[[str, int], RankPool]
 def _watched(comm: Communicator, job: Job) -> tuple[list[int], list[int]]:
     """How many microbatches' activations are alive: the most at any time on each stage, and after the step."""
     case = CASES[job.case]
-    cut, made = cut_of(job, comm.size, comm.rank)
+    sharded, made = cut_of(job, comm.size, comm.rank)
     targets = rows(batch(case, sum(job.sizes), 0)[1], job.sizes)
-    made_here: dict[int, list[StorageWeakRef]] = {stage.number: [] for stage in cut.stages}
+    made_here: dict[int, list[StorageWeakRef]] = {stage.number: [] for stage in sharded.stages}
     most = dict.fromkeys(made_here, 0)
 
     def hook(number: int) -> Callable[..., None]:
@@ -54,10 +54,10 @@ def _watched(comm: Communicator, job: Job) -> tuple[list[int], list[int]]:
         yield
         most[action.stage] = max(most[action.stage], alive(action.stage))
 
-    for stage in cut.stages:
+    for stage in sharded.stages:
         stage.model.blocks[stage.span.start].fc1.register_forward_hook(hook(stage.number))  # type: ignore[index,union-attr]
     runtime = PipelineRuntime(
-        cut.stages, made, comm, lambda outputs, number: case.part(outputs, targets[number]), around=around
+        sharded.stages, made, comm, lambda outputs, number: case.part(outputs, targets[number]), around=around
     )
     gc.disable()  # what is freed must be freed at once, not when the collector finds it
     try:
@@ -118,10 +118,10 @@ def _dropout_gradients(comm: Communicator | None, name: str, again: str, sizes: 
     parts = rows(targets, sizes)
     if comm is not None:
         made = schedule(name, comm.size, len(sizes))
-        cut = split(model, made, comm.rank, example=inputs)
+        sharded = split(model, made, comm.rank, example=inputs)
         recompute(model, again)
         runtime = PipelineRuntime(
-            cut.stages, made, comm, lambda outputs, number: case.part(outputs, parts[number]), around=around
+            sharded.stages, made, comm, lambda outputs, number: case.part(outputs, parts[number]), around=around
         )
     for state.step in range(2):
         with state:
@@ -130,7 +130,7 @@ def _dropout_gradients(comm: Communicator | None, name: str, again: str, sizes: 
             else:
                 runtime.step(rows(inputs, sizes))
     if comm is not None:
-        TiedGradients(cut.tied, comm).sum(dict(model.named_parameters()))
+        TiedGradients(sharded.tied, comm).sum(dict(model.named_parameters()))
     return {key: value.grad for key, value in model.named_parameters()}
 
 
@@ -159,9 +159,9 @@ def _frozen(comm: Communicator | None, name: str) -> list[dict[str, Any]]:
     parts = rows(targets, sizes)
     if comm is not None:
         made = schedule(name, comm.size, len(sizes))
-        cut = split(model, made, comm.rank, example=inputs)
-        runtime = PipelineRuntime(cut.stages, made, comm, lambda outputs, number: case.part(outputs, parts[number]))
-        tied = TiedGradients(cut.tied, comm)
+        sharded = split(model, made, comm.rank, example=inputs)
+        runtime = PipelineRuntime(sharded.stages, made, comm, lambda outputs, number: case.part(outputs, parts[number]))
+        tied = TiedGradients(sharded.tied, comm)
     results = []
     for freeze in (True, False):
         for key, parameter in model.named_parameters():
@@ -173,7 +173,7 @@ def _frozen(comm: Communicator | None, name: str) -> list[dict[str, Any]]:
         else:
             runtime.forget()
             runtime.step(rows(inputs, sizes))
-            tied.sum(dict(cut.model.named_parameters()))
+            tied.sum(dict(sharded.model.named_parameters()))
         results.append({key: value.grad for key, value in model.named_parameters()})
     return results
 
@@ -196,10 +196,10 @@ def test_frozen_parameters_get_no_gradient_and_stop_none(pools: Pools, name: str
 def _sent(comm: Communicator) -> list[int]:
     job = Job("gpt", "1f1b", (1, 2, 1))
     case = CASES["gpt"]
-    cut, made = cut_of(job, comm.size, comm.rank)
+    sharded, made = cut_of(job, comm.size, comm.rank)
     inputs, targets = batch(case, 4, 0)
     parts = rows(targets, job.sizes)
-    runtime = PipelineRuntime(cut.stages, made, comm, lambda outputs, number: case.part(outputs, parts[number]))
+    runtime = PipelineRuntime(sharded.stages, made, comm, lambda outputs, number: case.part(outputs, parts[number]))
     sent = []
     for _ in range(2):
         with traffic.counted() as counted:
@@ -220,7 +220,7 @@ def test_after_the_first_step_only_activations_and_gradients_are_sent(pools: Poo
 
 def _refused(comm: Communicator) -> list[str]:
     said = []
-    cut, made = cut_of(Job("mlp", "1f1b", (1, 1)), comm.size, comm.rank)
+    sharded, made = cut_of(Job("mlp", "1f1b", (1, 1)), comm.size, comm.rank)
 
     def attempt(what: Callable[[], Any]) -> None:
         try:
@@ -228,10 +228,10 @@ def _refused(comm: Communicator) -> list[str]:
         except UsageError as error:
             said.append(str(error))
 
-    runtime = PipelineRuntime(cut.stages, made, comm, lambda outputs, number: outputs)
+    runtime = PipelineRuntime(sharded.stages, made, comm, lambda outputs, number: outputs)
     attempt(lambda: runtime.step([torch.zeros(1, 4)] * 3))
-    attempt(lambda: PipelineRuntime(cut.stages, schedule("1f1b", 3, 2), comm))
-    attempt(lambda: PipelineRuntime(cut.stages, schedule("zbv", comm.size, 2), comm))
+    attempt(lambda: PipelineRuntime(sharded.stages, schedule("1f1b", 3, 2), comm))
+    attempt(lambda: PipelineRuntime(sharded.stages, schedule("zbv", comm.size, 2), comm))
     attempt(lambda: schedule("naive", comm.size, 2))
     return said
 
@@ -246,11 +246,11 @@ def test_bad_requests_are_refused_on_every_rank(pools: Pools) -> None:
 
 
 def _bad_losses(comm: Communicator) -> list[str]:
-    cut, made = cut_of(Job("mlp", "1f1b", (1,)), 1, 0)
+    sharded, made = cut_of(Job("mlp", "1f1b", (1,)), 1, 0)
     said = []
     for loss in (lambda outputs, number: outputs, lambda outputs, number: 3.0, None):
         try:
-            PipelineRuntime(cut.stages, made, comm, loss).step([torch.zeros(1, 4, dtype=torch.float64)])
+            PipelineRuntime(sharded.stages, made, comm, loss).step([torch.zeros(1, 4, dtype=torch.float64)])
         except UsageError as error:
             said.append(str(error))
     return said
@@ -271,11 +271,11 @@ def test_the_second_half_is_left_the_matrices_only() -> None:
     assert [parameter.grad is not None for parameter in block.parameters()] == [True, True, False, False, True, True]
     one.backward_weights()
     halves = [parameter.grad for parameter in block.parameters()]
-    whole = torch.autograd.grad(block(x).sum(), list(block.parameters()))
-    torch.testing.assert_close(halves, list(whole))
+    full = torch.autograd.grad(block(x).sum(), list(block.parameters()))
+    torch.testing.assert_close(halves, list(full))
 
 
-def test_a_first_stage_runs_its_whole_backward_in_the_first_half() -> None:
+def test_a_first_stage_runs_its_full_backward_in_the_first_half() -> None:
     """It has no inputs that anyone waits for; left to the second half, all of it would keep others waiting."""
     block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     x = torch.randn(3, 4)
@@ -283,6 +283,6 @@ def test_a_first_stage_runs_its_whole_backward_in_the_first_half() -> None:
     one.backward_inputs([torch.ones(3, 4)])
     first_half = [parameter.grad.clone() for parameter in block.parameters() if parameter.grad is not None]
     one.backward_weights()
-    whole = torch.autograd.grad(block(x).sum(), list(block.parameters()))
-    torch.testing.assert_close(first_half, list(whole))
-    torch.testing.assert_close([parameter.grad for parameter in block.parameters()], list(whole))
+    full = torch.autograd.grad(block(x).sum(), list(block.parameters()))
+    torch.testing.assert_close(first_half, list(full))
+    torch.testing.assert_close([parameter.grad for parameter in block.parameters()], list(full))

@@ -188,7 +188,7 @@ def refusals(comm: Communicator) -> list[str]:
     return found
 
 
-def test_a_stage_is_not_the_whole_model(pools: Pools) -> None:
+def test_a_stage_is_not_the_full_model(pools: Pools) -> None:
     first, second = pools("gloo", 2).run(refusals)
     assert "use trainer.step, trainer.evaluate, trainer.predict or trainer.generate" in first[0]
     assert first[0] == second[0]

@@ -23,17 +23,17 @@ def _cuts(name: str, made: Schedule, **options: object) -> list[StageSplit]:
     return [split(build(CASES[name]), made, rank, **options) for rank in range(made.ranks)]  # type: ignore[arg-type]
 
 
-def _in_a_row(cuts: list[StageSplit], inputs: object) -> object:
+def _in_a_row(splits: list[StageSplit], inputs: object) -> object:
     """All stages after each other, in one process."""
-    stages = sorted((stage for cut in cuts for stage in cut.stages), key=lambda stage: stage.number)
+    stages = sorted((stage for sharded in splits for stage in sharded.stages), key=lambda stage: stage.number)
     outcome = stages[0].forward(inputs)
     for stage in stages[1:]:
         outcome = stage.forward(inputs, outcome.tensors, outcome.form)
     return outcome.output
 
 
-def _names(cut: StageSplit) -> set[str]:
-    return {name for name, _ in cut.model.named_parameters()}
+def _names(sharded: StageSplit) -> set[str]:
+    return {name for name, _ in sharded.model.named_parameters()}
 
 
 # ---- what a stage computes and holds -----------------------------------------------------------------------------
@@ -45,21 +45,21 @@ def _names(cut: StageSplit) -> set[str]:
 def test_stages_in_a_row_compute_what_the_model_computes(name: str, stages: int, grad: bool) -> None:
     case = CASES[name]
     example = batch(case, 2, 9)[0]
-    cuts = _cuts(name, schedule("1f1b", stages, 1), example=example)
+    splits = _cuts(name, schedule("1f1b", stages, 1), example=example)
     model = build(case)
     for samples in (4, 1, 3, 4):
         inputs = batch(case, samples, 0)[0]
         with torch.set_grad_enabled(grad):
-            torch.testing.assert_close(_in_a_row(cuts, inputs), called(model, inputs), rtol=0, atol=0)
+            torch.testing.assert_close(_in_a_row(splits, inputs), called(model, inputs), rtol=0, atol=0)
 
 
 def test_of_a_hugging_face_model_only_hidden_states_travel() -> None:
     pytest.importorskip("transformers", reason="Hugging Face's transformers is not installed")
     inputs = batch(CASES["llama"], 3, 0)[0]
-    cuts = _cuts("llama", schedule("1f1b", 3, 1), example=inputs)
-    output = _in_a_row(cuts, inputs)
+    splits = _cuts("llama", schedule("1f1b", 3, 1), example=inputs)
+    output = _in_a_row(splits, inputs)
     torch.testing.assert_close(output.logits, build(CASES["llama"])(**inputs).logits, rtol=0, atol=0)  # type: ignore[attr-defined]
-    assert [tensor.shape for tensor in cuts[0].stages[0].forward(inputs).tensors] == [(3, 7, 8)]
+    assert [tensor.shape for tensor in splits[0].stages[0].forward(inputs).tensors] == [(3, 7, 8)]
 
 
 def test_parameters_lie_where_they_are_used_and_keep_their_names_and_values() -> None:
@@ -71,32 +71,32 @@ def test_parameters_lie_where_they_are_used_and_keep_their_names_and_values() ->
         assert {"norm.weight", "norm.bias", "blocks.7.fc2.bias"} <= _names(last)
         assert _names(first) & _names(last) == {"tokens.weight"}
         assert _names(first) | _names(middle) | _names(last) == set(plain)
-        for cut in (first, middle, last):
-            for name, parameter in cut.model.named_parameters():
+        for sharded in (first, middle, last):
+            for name, parameter in sharded.model.named_parameters():
                 assert torch.equal(parameter, plain[name])
-            assert set(cut.model.state_dict()) <= set(build(CASES["gpt"]).state_dict())
+            assert set(sharded.model.state_dict()) <= set(build(CASES["gpt"]).state_dict())
 
 
 def test_what_is_foreign_takes_no_memory() -> None:
-    whole = sum(p.numel() * p.element_size() for p in build(CASES["gpt"]).parameters())
-    cut = _cuts("gpt", schedule("1f1b", 4, 2), boundaries=(0, 2, 4, 6))[1]
-    own = sum(p.numel() * p.element_size() for p in cut.model.parameters())
+    full = sum(p.numel() * p.element_size() for p in build(CASES["gpt"]).parameters())
+    sharded = _cuts("gpt", schedule("1f1b", 4, 2), boundaries=(0, 2, 4, 6))[1]
+    own = sum(p.numel() * p.element_size() for p in sharded.model.parameters())
     everything = {
         value.untyped_storage()._cdata: value.untyped_storage().nbytes()
-        for module in cut.model.modules()
+        for module in sharded.model.modules()
         for value in (*vars(module).values(), *module._parameters.values())
         if isinstance(value, torch.Tensor)
     }
-    assert own < 0.3 * whole
+    assert own < 0.3 * full
     assert sum(everything.values()) < own + 8 * 200
 
 
-def test_a_cut_model_can_still_be_moved_to_another_dtype() -> None:
-    cuts = _cuts("gpt", schedule("1f1b", 2, 2))
-    for cut in cuts:
-        cut.model.float()
+def test_a_split_model_can_still_be_moved_to_another_dtype() -> None:
+    splits = _cuts("gpt", schedule("1f1b", 2, 2))
+    for sharded in splits:
+        sharded.model.float()
     inputs = batch(CASES["gpt"], 2, 0)[0]
-    output = _in_a_row(cuts, inputs)
+    output = _in_a_row(splits, inputs)
     assert isinstance(output, torch.Tensor)
     assert output.dtype == torch.float32
     torch.testing.assert_close(output, build(CASES["gpt"]).float()(inputs))
@@ -131,13 +131,15 @@ def test_buffers_of_other_stages_are_not_reported() -> None:
     x = torch.randn(6, 3)
     torch.manual_seed(0)
     plain = Stem()
-    cuts = []
+    splits = []
     for rank in range(2):
         torch.manual_seed(0)
-        cuts.append(split(Stem(), schedule("1f1b", 2, 1), rank, example=x))
-    assert all(torch.equal(buffer, dict(plain.named_buffers())[name]) for name, buffer in cuts[0].model.named_buffers())
-    torch.testing.assert_close(_in_a_row(cuts, x), plain(x))
-    found = [dict(cut.model.named_buffers()) for cut in cuts]
+        splits.append(split(Stem(), schedule("1f1b", 2, 1), rank, example=x))
+    assert all(
+        torch.equal(buffer, dict(plain.named_buffers())[name]) for name, buffer in splits[0].model.named_buffers()
+    )
+    torch.testing.assert_close(_in_a_row(splits, x), plain(x))
+    found = [dict(sharded.model.named_buffers()) for sharded in splits]
     assert [{name.split(".")[0] for name in each} for each in found] == [{"stem"}, {"end"}]
     for name, buffer in plain.named_buffers():
         torch.testing.assert_close((found[0] | found[1])[name], buffer)
@@ -146,19 +148,19 @@ def test_buffers_of_other_stages_are_not_reported() -> None:
 # ---- layers that are built where they are needed -----------------------------------------------------------------
 
 
-def test_a_rank_builds_only_its_layers_with_the_parameters_of_the_whole() -> None:
-    whole = build_full(models.tied_layers(), SEED)
+def test_a_rank_builds_only_its_layers_with_the_parameters_of_the_full() -> None:
+    full = build_full(models.tied_layers(), SEED)
     made = schedule("1f1b", 3, 2)
-    cuts = [split_layers(models.tied_layers(), made, rank, SEED) for rank in range(3)]
+    splits = [split_layers(models.tied_layers(), made, rank, SEED) for rank in range(3)]
     found: set[str] = set()
-    for cut in cuts:
-        found |= _names(cut)
-        for name, parameter in cut.model.named_parameters():
-            assert torch.equal(parameter, whole.get_parameter(name)), name
-    assert found == {name for name, _ in whole.named_parameters()}
-    assert [len(_names(cut)) for cut in cuts] != [len(found)] * 3
+    for sharded in splits:
+        found |= _names(sharded)
+        for name, parameter in sharded.model.named_parameters():
+            assert torch.equal(parameter, full.get_parameter(name)), name
+    assert found == {name for name, _ in full.named_parameters()}
+    assert [len(_names(sharded)) for sharded in splits] != [len(found)] * 3
     tokens = torch.randint(11, (2, 5))
-    torch.testing.assert_close(_in_a_row(cuts, tokens), whole(tokens), rtol=0, atol=0)
+    torch.testing.assert_close(_in_a_row(splits, tokens), full(tokens), rtol=0, atol=0)
 
 
 def test_a_layer_spec_says_what_it_is() -> None:
@@ -173,12 +175,12 @@ def test_a_layer_spec_says_what_it_is() -> None:
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.data())
-def test_no_cut_is_better_balanced(costs: list[int], data: st.DataObject) -> None:
+def test_no_split_is_better_balanced(costs: list[int], data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, len(costs)))
     starts = balanced(costs, stages)
 
-    def loads(cut: tuple[int, ...]) -> tuple[int, int]:
-        sums = [sum(costs[low:high]) for low, high in zip(cut, (*cut[1:], len(costs)), strict=True)]
+    def loads(sharded: tuple[int, ...]) -> tuple[int, int]:
+        sums = [sum(costs[low:high]) for low, high in zip(sharded, (*sharded[1:], len(costs)), strict=True)]
         return max(sums), sum(load**2 for load in sums)
 
     assert starts[0] == 0
@@ -202,12 +204,12 @@ def test_embedding_and_head_count() -> None:
 
 def test_stages_lie_as_the_schedule_places_them() -> None:
     interleaved = _cuts("gpt", schedule("interleaved", 2, 4, 2))
-    assert [[stage.number for stage in cut.stages] for cut in interleaved] == [[0, 2], [1, 3]]
+    assert [[stage.number for stage in sharded.stages] for sharded in interleaved] == [[0, 2], [1, 3]]
     folded = _cuts("gpt", schedule("zbv", 2, 4))
-    assert [[stage.number for stage in cut.stages] for cut in folded] == [[0, 3], [1, 2]]
+    assert [[stage.number for stage in sharded.stages] for sharded in folded] == [[0, 3], [1, 2]]
 
 
-def test_the_finest_list_is_cut() -> None:
+def test_the_finest_list_is_split() -> None:
     nested = nn.Sequential(nn.Linear(4, 4), nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))), nn.Linear(4, 2))
     assert len(split(nested, schedule("1f1b", 4, 1), 0).boundaries) == 4
     by_path = split(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), schedule("1f1b", 2, 1), 1, blocks="")
@@ -242,9 +244,9 @@ def test_a_model_that_leads_round_its_blocks_is_refused_and_not_run_wrong() -> N
     made = schedule("1f1b", 2, 1)
     x = torch.randn(2, 3)
     for grad in (True, False):
-        cuts = [split(models.AroundBlocks(), made, rank) for rank in range(2)]  # no example shows it
+        splits = [split(models.AroundBlocks(), made, rank) for rank in range(2)]  # no example shows it
         with torch.set_grad_enabled(grad), pytest.raises(UsageError, match=r"blocks\.3 .* leads round the blocks"):
-            _in_a_row(cuts, x)
+            _in_a_row(splits, x)
 
 
 def test_blocks_that_do_not_run_once_in_order_are_refused() -> None:

@@ -202,9 +202,9 @@ def test_values_read_on_one_stage_are_those_of_all(pools: Pools, build: type[nn.
 
 @pytest.mark.parametrize("build", REFUSED, ids=lambda build: build.__name__)
 def test_values_that_stay_on_one_stage_are_refused_on_all_ranks(pools: Pools, build: type[nn.Module]) -> None:
-    for told in pools("gloo", 2).run(came, build):
-        assert REFUSED[build] in told
-        assert "pp=1" in told
+    for reported in pools("gloo", 2).run(came, build):
+        assert REFUSED[build] in reported
+        assert "pp=1" in reported
 
 
 def check_reading_loss(comm: Communicator, build: type[nn.Module]) -> str:
@@ -224,5 +224,7 @@ def check_reading_loss(comm: Communicator, build: type[nn.Module]) -> str:
 
 @pytest.mark.parametrize("build", [Net, NormBefore], ids=lambda build: build.__name__)
 def test_a_loss_that_reads_parameters_is_refused_on_all_ranks(pools: Pools, build: type[nn.Module]) -> None:
-    for told in pools("gloo", 2).run(check_reading_loss, build):
-        assert "the loss reads head.weight, but ranks of a pipeline hold the parameters of their stages only" in told
+    for reported in pools("gloo", 2).run(check_reading_loss, build):
+        assert (
+            "the loss reads head.weight, but ranks of a pipeline hold the parameters of their stages only" in reported
+        )

@@ -16,7 +16,7 @@ from unisono.parallel.tensor.tensor_parallel import fitting_rules, styles_of
 from unisono.verify.float64 import Float64Mode
 
 
-def test_layers_are_cut_where_little_travels() -> None:
+def test_layers_are_split_where_little_travels() -> None:
     model = unnamed.Tower()
     with pytest.raises(UsageError, match="its blocks show none"):
         styles_of(model, 2)
@@ -46,7 +46,7 @@ class Rounding(unnamed.Tower):
         return super().forward((x.float() * 1.1).to(x.dtype)) + torch.rand(len(x), 1) * x.new_empty(3).normal_()
 
 
-def test_rounding_and_draws_are_no_reason_to_cut_nothing() -> None:
+def test_rounding_and_draws_are_no_reason_to_split_nothing() -> None:
     inputs = torch.randn(512, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     with Float64Mode(torch.float64):  # which the simulated ranks, threads of their own, do not know of
         rules = fitting_rules(Rounding().double(), 2, None, (inputs, None))

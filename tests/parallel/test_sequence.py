@@ -116,7 +116,7 @@ def check_shapes(comm: Communicator) -> list[tuple[int, ...]]:
     return seen
 
 
-def test_activations_between_regions_are_pieces(pools: Pools) -> None:
+def test_activations_between_regions_are_shards(pools: Pools) -> None:
     shapes = pools("gloo", 2).run(check_shapes)
     assert shapes[0] == [(2, 3, 24), (2, 5, 48), (2, 5, 24), (2, 5, 24)]
     assert shapes[1] == [(2, 2, 24), (2, 5, 48), (2, 5, 24), (2, 5, 24)]

@@ -71,7 +71,7 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("start", [torch.int64, torch.bool, torch.float16])
-def test_operations_are_told_apart(start: torch.dtype) -> None:
+def test_operations_are_reported_apart(start: torch.dtype) -> None:
     def outcomes() -> list[Any]:
         return [_outcome(act, start) for act in OPERATIONS.values()]
 

@@ -70,7 +70,7 @@ def next_tokens(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def next_tokens_of_pieces(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+def next_tokens_of_shards(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return vocab_parallel_cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
 
 
@@ -96,9 +96,9 @@ def test_gpt_with_tied_embeddings(pools: Pools, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_gpt_whose_logits_stay_in_pieces(pools: Pools, size: int) -> None:
+def test_gpt_whose_logits_stay_in_shards(pools: Pools, size: int) -> None:
     rules = GPT_RULES | {"*.head": "vocab_head"}
-    pools("gloo", size).run(check_training, gpt, sentences, next_tokens, rules, False, "AdamW", next_tokens_of_pieces)
+    pools("gloo", size).run(check_training, gpt, sentences, next_tokens, rules, False, "AdamW", next_tokens_of_shards)
 
 
 def encoder(dropout: float = 0.0) -> nn.Module:
@@ -213,7 +213,7 @@ def check_initialisers(comm: Communicator) -> None:
     assert embedding.weight.grad.sum(1).tolist() == ([2, 0] if comm.rank else [2, 0, 0])
 
 
-def test_initialisers_see_the_whole(pools: Pools) -> None:
+def test_initialisers_see_the_full(pools: Pools) -> None:
     pools("gloo", 2).run(check_initialisers)
 
 
@@ -228,8 +228,8 @@ def check_more_ranks_than_rows(comm: Communicator) -> None:
     torch.testing.assert_close(loss, expected)
     expected.backward()
     loss.backward()
-    whole = full_tensor_of(embedding.weight.grad, layout_of(embedding.weight), tp_mesh(comm))
-    torch.testing.assert_close(whole, plain[0].weight.grad)
+    full = full_tensor_of(embedding.weight.grad, layout_of(embedding.weight), tp_mesh(comm))
+    torch.testing.assert_close(full, plain[0].weight.grad)
 
 
 def test_more_ranks_than_rows(pools: Pools) -> None:
@@ -238,12 +238,12 @@ def test_more_ranks_than_rows(pools: Pools) -> None:
 
 def check_cross_entropy(comm: Communicator, smoothing: float, reduction: str, dtype: torch.dtype) -> None:
     torch.manual_seed(3)
-    whole = (torch.randn(4, 5, VOCABULARY, dtype=dtype) * 30).requires_grad_()
+    full = (torch.randn(4, 5, VOCABULARY, dtype=dtype) * 30).requires_grad_()
     targets = torch.randint(0, VOCABULARY, (4, 5))
     targets[1, 2:] = -1
-    mine = whole.detach().tensor_split(comm.size, -1)[comm.rank].clone().requires_grad_()
+    mine = full.detach().tensor_split(comm.size, -1)[comm.rank].clone().requires_grad_()
     expected = F.cross_entropy(
-        whole.flatten(0, 1), targets.flatten(), ignore_index=-1, label_smoothing=smoothing, reduction=reduction
+        full.flatten(0, 1), targets.flatten(), ignore_index=-1, label_smoothing=smoothing, reduction=reduction
     )
     with traffic.counted() as seen:
         got = vocab_parallel_cross_entropy(mine, targets, comm, -1, smoothing, reduction, vocabulary=VOCABULARY)
@@ -251,7 +251,7 @@ def check_cross_entropy(comm: Communicator, smoothing: float, reduction: str, dt
     expected.sum().backward()
     tolerance = {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 2e-2, "atol": 2e-2}
     torch.testing.assert_close(got.flatten(), expected.flatten(), **tolerance)
-    torch.testing.assert_close(mine.grad, whole.grad.tensor_split(comm.size, -1)[comm.rank], **tolerance)
+    torch.testing.assert_close(mine.grad, full.grad.tensor_split(comm.size, -1)[comm.rank], **tolerance)
     # The maximum, then the sum of exponentials and the target's logit (and with smoothing the sum of all logits).
     assert seen.calls == {"all_reduce": 2}
     wire = 8 if dtype == torch.float64 else 4

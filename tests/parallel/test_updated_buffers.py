@@ -84,8 +84,8 @@ def _outcome(comm: Communicator, plan: str, *options: Any) -> str:
 @pytest.mark.parametrize("update", [_count_samples, _mean, _mean_through_a_view, _mean_anew])
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "pp=2,microbatches=2"])
 def test_statistics_of_samples_are_refused(pools: Pools, update: Update, plan: str) -> None:
-    for told in pools("gloo", 2).run(_outcome, plan, update):
-        assert "from the samples of a batch" in told
+    for reported in pools("gloo", 2).run(_outcome, plan, update):
+        assert "from the samples of a batch" in reported
 
 
 def test_a_counter_of_steps_counts_steps(pools: Pools) -> None:
@@ -97,10 +97,10 @@ def test_a_counter_of_steps_counts_steps(pools: Pools) -> None:
 def test_spectral_norm_of_either_kind_goes_on_once_a_step(pools: Pools) -> None:
     assert pools("gloo", 2).run(_outcome, "dp=2", _nothing, True)[0] == "equivalent"
     for plan in ("dp=2,microbatches=2", "dp=2,recompute=full", "pp=2,microbatches=2"):
-        for told in pools("gloo", 2).run(_outcome, plan, _nothing, True):
-            assert "has a spectral norm that goes on" in told
+        for reported in pools("gloo", 2).run(_outcome, plan, _nothing, True):
+            assert "has a spectral norm that goes on" in reported
 
 
 def test_hooks_on_gradients_are_refused(pools: Pools) -> None:
-    for told in pools("gloo", 2).run(_outcome, "dp=2", _nothing, False, True):
-        assert "blocks.0.weight has a hook on its gradient" in told
+    for reported in pools("gloo", 2).run(_outcome, "dp=2", _nothing, False, True):
+        assert "blocks.0.weight has a hook on its gradient" in reported

@@ -27,7 +27,7 @@ from unisono.parallel.zero.zero import ShardedOptimizer
 Pools = Callable[[str, int], RankPool]
 
 
-def whole_gradients(zero: ShardedOptimizer) -> dict[str, torch.Tensor | None]:
+def full_gradients(zero: ShardedOptimizer) -> dict[str, torch.Tensor | None]:
     optimized = dict(zero.optimized())
     missing = torch.tensor([float(tensor.grad is None) for tensor in optimized.values()])
     zero.mesh.comm().all_reduce(missing, "min")  # a rank that owns nothing of a parameter may have none
@@ -57,15 +57,15 @@ def trained_with(mesh: Mesh, make: Any, stage: int, rows: int, microbatches: int
         losses.append(replicas.run_step(model, mesh, step, rows, microbatches, zero.hold))
         zero.finish()
         if step == replicas.STEPS - 1:
-            gradients = whole_gradients(zero)
+            gradients = full_gradients(zero)
         zero.optimizer.step()
     for step, (mine, theirs) in enumerate(zip(losses, expected["losses"], strict=True)):
         replicas.same(mine, theirs, f"loss {step}")
     state = full_optimizer_state(zero.optimizer, zero.optimized(), mesh)["state"]
     for key, parameter in model.named_parameters():
         replicas.same(gradients[key], expected["gradients"][key], f"gradient {key}")
-        whole = full_tensor_of(parameter, layout_of(parameter), mesh)
-        replicas.same(whole, expected["parameters"][key].detach(), f"parameter {key}")
+        full = full_tensor_of(parameter, layout_of(parameter), mesh)
+        replicas.same(full, expected["parameters"][key].detach(), f"parameter {key}")
         assert set(state[key]) == set(expected["state"][key]), key
         for entry, value in expected["state"][key].items():
             if isinstance(value, torch.Tensor):
@@ -183,7 +183,7 @@ def test_groups_schedules_and_clipping(pools: Pools, stage: int) -> None:
     pools("gloo", 2).run(grouped, stage)
 
 
-def with_tensor_parallel_pieces(comm: Communicator, stage: int) -> None:
+def with_tensor_parallel_shards(comm: Communicator, stage: int) -> None:
     """A parameter that tp has sharded is sharded again, and both splits are in its layout."""
     mesh = Mesh((2, 2), ("dp", "tp"))
     torch.manual_seed(4)
@@ -193,11 +193,11 @@ def with_tensor_parallel_pieces(comm: Communicator, stage: int) -> None:
         "rows": Layout((Split.even(("tp",), 1, 5, 2),)),
         "partial": Layout(summed=("dp", "tp")),
     }
-    model = Pieces({name: local_of(whole, layouts[name], mesh) for name, whole in wholes.items()})
+    model = Shards({name: local_of(full, layouts[name], mesh) for name, full in wholes.items()})
     for name, parameter in model.named_parameters():
         set_layout(parameter, layouts[name])
     zero = zero_optimizer(model, mesh, lambda p: torch.optim.Adam(p, lr=0.1), stage)
-    references = {name: nn.Parameter(whole.clone()) for name, whole in wholes.items()}
+    references = {name: nn.Parameter(full.clone()) for name, full in wholes.items()}
     optimizer = torch.optim.Adam(references.values(), lr=0.1)
     for _ in range(2):
         zero.optimizer.zero_grad()
@@ -218,7 +218,7 @@ def with_tensor_parallel_pieces(comm: Communicator, stage: int) -> None:
         torch.testing.assert_close(state[name]["exp_avg"], optimizer.state[reference]["exp_avg"])
 
 
-class Pieces(nn.Module):
+class Shards(nn.Module):
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()
         for name, tensor in tensors.items():
@@ -229,8 +229,8 @@ class Pieces(nn.Module):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_pieces_of_pieces(pools: Pools, stage: int) -> None:
-    pools("gloo", 4).run(with_tensor_parallel_pieces, stage)
+def test_shards_of_shards(pools: Pools, stage: int) -> None:
+    pools("gloo", 4).run(with_tensor_parallel_shards, stage)
 
 
 # ---- what the stages cost --------------------------------------------------------------------------------------------
@@ -324,8 +324,8 @@ def mixed(comm: Communicator, stage: int, offload: bool) -> None:
         for copy, parameter in zip(copies, reference.parameters(), strict=True):
             parameter.data.copy_(copy.detach())
     for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        whole = full_tensor_of(parameter, layout_of(parameter), mesh)
-        torch.testing.assert_close(whole, expected.detach(), rtol=2e-2, atol=1e-3, msg=name)
+        full = full_tensor_of(parameter, layout_of(parameter), mesh)
+        torch.testing.assert_close(full, expected.detach(), rtol=2e-2, atol=1e-3, msg=name)
     for (name, tensor), copy in zip(sorted(zero.optimized()), sorted_by_name(reference, copies), strict=True):
         assert tensor.dtype == torch.float32
         torch.testing.assert_close(
@@ -361,12 +361,12 @@ def freed(comm: Communicator) -> tuple[list[int], list[int], list[int]]:
     mesh = Mesh((comm.size,), ("dp",))
     model = Straight(blocks=5).double()
     zero = zero_optimizer(model, mesh, lambda p: torch.optim.SGD(p, lr=0.1), 3)
-    whole: list[int] = []
+    full: list[int] = []
     gathers: list[int] = []
     sums: list[int] = []
 
     def count(*_: object) -> None:
-        whole.append(sum(block.up.weight.shape[0] == 9 for block in model.blocks))
+        full.append(sum(block.up.weight.shape[0] == 9 for block in model.blocks))
         gathers.append(seen.calls["all_gather"])
         sums.append(seen.calls["reduce_scatter"])
 
@@ -375,7 +375,7 @@ def freed(comm: Communicator) -> tuple[list[int], list[int], list[int]]:
         block.norm.register_full_backward_hook(count)
     inputs, targets = replicas.batch(0, 4)
     for _ in range(2):
-        for each in (whole, gathers, sums):
+        for each in (full, gathers, sums):
             each.clear()
         zero.optimizer.zero_grad()
         with traffic.counted() as seen:
@@ -383,12 +383,12 @@ def freed(comm: Communicator) -> tuple[list[int], list[int], list[int]]:
             zero.finish()
         zero.optimizer.step()
     count()
-    return whole, gathers, sums
+    return full, gathers, sums
 
 
-def test_only_the_working_unit_is_whole_and_messages_travel_meanwhile(pools: Pools) -> None:
-    for whole, gathers, sums in pools("gloo", 2).run(freed):
-        assert whole == [1] * 10 + [0]
+def test_only_the_working_unit_is_full_and_messages_travel_meanwhile(pools: Pools) -> None:
+    for full, gathers, sums in pools("gloo", 2).run(freed):
+        assert full == [1] * 10 + [0]
         # What is outside the blocks, the block at work and the next one; in the backward the same once more.
         assert gathers[:10] == [3, 4, 5, 6, 6, 9, 10, 11, 12, 12]
         assert sums[5:] == [0, 1, 2, 3, 4, 6]  # those of the block before are under way
@@ -404,7 +404,7 @@ def recomputed(comm: Communicator, use_reentrant: bool) -> None:
         block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=use_reentrant)
     replicas.run_step(model, mesh, 0, 4, 1, zero.hold)
     zero.finish()
-    for name, gradient in whole_gradients(zero).items():
+    for name, gradient in full_gradients(zero).items():
         replicas.same(gradient, plain["gradients"][name], name)
 
 
@@ -428,7 +428,7 @@ def recomputed_outside(comm: Communicator) -> None:
     reference = replicas.net()
     inputs, targets = replicas.batch(1, 4)
     replicas.loss(reference(inputs), targets).backward()
-    for name, gradient in whole_gradients(zero).items():
+    for name, gradient in full_gradients(zero).items():
         replicas.same(gradient, replicas.gradients_of(reference)[name], name)
 
 

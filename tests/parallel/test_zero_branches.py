@@ -208,9 +208,9 @@ def test_outputs_may_be_written_to(pools: Pools) -> None:
 
 
 def test_a_backward_of_a_backward_is_refused(pools: Pools) -> None:
-    for told in pools("gloo", 2).run(proved, "Penalised", "dp=2,zero=3"):
-        assert "computes gradients during the forward" in told
-        assert "use zero=2" in told
+    for reported in pools("gloo", 2).run(proved, "Penalised", "dp=2,zero=3"):
+        assert "computes gradients during the forward" in reported
+        assert "use zero=2" in reported
 
 
 def penalty_of_own(comm: Communicator) -> str:
@@ -226,9 +226,9 @@ def penalty_of_own(comm: Communicator) -> str:
 
 
 def test_a_penalty_in_a_loop_of_ones_own_is_refused(pools: Pools) -> None:
-    for told in pools("gloo", 2).run(penalty_of_own):
-        assert "create_graph=True" in told
-        assert "use zero=2" in told
+    for reported in pools("gloo", 2).run(penalty_of_own):
+        assert "create_graph=True" in reported
+        assert "use zero=2" in reported
 
 
 class ExitInEvaluation(Exit):

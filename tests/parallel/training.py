@@ -42,7 +42,7 @@ def close(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     assert worst <= 1e-9, f"{what} is off by {worst:.1e} relative"
 
 
-def whole_gradients(model: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
+def full_gradients(model: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
     gradients = []
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"
@@ -50,7 +50,7 @@ def whole_gradients(model: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
     return _wholes(model, gradients, mesh)
 
 
-def whole_parameters(model: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
+def full_parameters(model: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
     return _wholes(model, [parameter for _, parameter in model.named_parameters()], mesh)
 
 
@@ -113,8 +113,8 @@ def check_training(
     expected = comm.broadcast_object(_plain(build, batch, objective, optimizer) if comm.rank == 0 else None)
     model = seeded(build)
     tensor_parallelize(model, mesh, rules, sequence)
-    for name, whole in whole_parameters(model, mesh).items():
-        assert torch.equal(whole, expected.initial[name]), f"{name} differs before the first step"
+    for name, full in full_parameters(model, mesh).items():
+        assert torch.equal(full, expected.initial[name]), f"{name} differs before the first step"
     assert [name for name, _ in model.named_parameters()] == list(expected.initial)
     random = RandomState(seed=7)
     random.name_modules(model)
@@ -123,11 +123,11 @@ def check_training(
         loss = _one_step(model, random, step, batch, parallel_objective or objective)
         sum_over_tp(model, mesh)
         close(loss, expected.losses[step], f"step {step}: the loss")
-        for name, grad in whole_gradients(model, mesh).items():
+        for name, grad in full_gradients(model, mesh).items():
             close(grad, expected.gradients[step][name], f"step {step}: the gradient of {name}")
         stepping.step()
-        for name, whole in whole_parameters(model, mesh).items():
-            close(whole, expected.parameters[step][name], f"step {step}: parameter {name}")
+        for name, full in full_parameters(model, mesh).items():
+            close(full, expected.parameters[step][name], f"step {step}: parameter {name}")
     layouts = {name: layout_of(parameter) for name, parameter in model.named_parameters()}
     return {
         "cut": [name for name, layout in layouts.items() if "tp" in layout.axes],

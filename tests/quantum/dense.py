@@ -13,7 +13,7 @@ PAULI = {"I": np.eye(2), "X": np.array([[0, 1], [1, 0]]), "Y": np.array([[0, -1j
 PROJECTOR = {0: np.diag([1, 0]), 1: np.diag([0, 1])}
 
 
-def spread(matrix: np.ndarray, wires: Sequence[int], n: int) -> np.ndarray:
+def expanded(matrix: np.ndarray, wires: Sequence[int], n: int) -> np.ndarray:
     """A matrix on `wires` as a (2^n, 2^n) matrix: kron with the identity, then reorder the wires."""
     rest = [wire for wire in range(n) if wire not in wires]
     full = np.kron(matrix, np.eye(2 ** len(rest))).reshape([2] * (2 * n))
@@ -25,7 +25,7 @@ def operator(operation: Any, angles: Sequence[float], n: int) -> np.ndarray:
     """The (2^n, 2^n) matrix: the gate where the controls hold, the identity elsewhere."""
     index = np.arange(2**n)
     holds = reduce(np.multiply, [(index >> (n - 1 - w) & 1) == v for w, v in operation.controls], np.ones(2**n))
-    return holds[:, None] * spread(operation.matrix(angles), operation.targets, n) + np.diag(1 - holds)
+    return holds[:, None] * expanded(operation.matrix(angles), operation.targets, n) + np.diag(1 - holds)
 
 
 def unitary(circuit: Any, weights: Sequence[float] = (), features: Sequence[float] = ()) -> np.ndarray:
@@ -54,11 +54,11 @@ def branches(circuit: Any) -> list[tuple[float, tuple[int, ...], np.ndarray]]:
             elif each.name not in ("measure", "reset"):
                 after += [(chance, bits, operator(each, each.angles(), n) @ vector)] * (outcome == 0)
             else:
-                part = spread(PROJECTOR[outcome], each.targets, n) @ vector
+                part = expanded(PROJECTOR[outcome], each.targets, n) @ vector
                 share = np.vdot(part, part).real
                 if share > 1e-12:
                     written = [outcome if place in each.bits else bit for place, bit in enumerate(bits)]
-                    flip = spread(PAULI["X"], each.targets, n) if outcome and each.name == "reset" else np.eye(2**n)
+                    flip = expanded(PAULI["X"], each.targets, n) if outcome and each.name == "reset" else np.eye(2**n)
                     after.append((chance * share, tuple(written), flip @ part / np.sqrt(share)))
         courses = after
     return courses
@@ -70,9 +70,9 @@ def observable_matrix(observable: Any, n: int) -> np.ndarray:
     for coefficient, word in observable.terms:
         total += coefficient * reduce(np.kron, [PAULI[dict(word).get(wire, "I")] for wire in range(n)])
     for block in observable.blocks:
-        total += block.coefficient * spread(block.matrix, block.wires, n)
+        total += block.coefficient * expanded(block.matrix, block.wires, n)
     for coefficient, values in observable.projectors:
-        total += coefficient * reduce(np.matmul, [spread(PROJECTOR[v], [w], n) for w, v in values], np.eye(2**n))
+        total += coefficient * reduce(np.matmul, [expanded(PROJECTOR[v], [w], n) for w, v in values], np.eye(2**n))
     return total
 
 

@@ -27,19 +27,19 @@ def amplitudes(circuit: Circuit, schedule: Schedule, weights: Any = (), features
             for part, runs in zip(local, steps, strict=True):
                 for run in runs:
                     reference.run(part, run.operations, weights, features)
-    whole = torch.empty_like(local)
+    full = torch.empty_like(local)
     for rank in range(ranks):
-        whole[int(programs[rank].index_map.table[rank])] = local[rank]
+        full[int(programs[rank].index_map.table[rank])] = local[rank]
     order = [schedule.finish.index(wire) for wire in range(circuit.wires)]
-    return whole.reshape((2,) * circuit.wires).permute(order).reshape(-1)
+    return full.reshape((2,) * circuit.wires).permute(order).reshape(-1)
 
 
 def _begin(schedule: Schedule) -> torch.Tensor:
-    whole = torch.zeros(2**schedule.wires, dtype=torch.complex128)
-    whole[0] = 1
+    full = torch.zeros(2**schedule.wires, dtype=torch.complex128)
+    full[0] = 1
     for wire, operations in enumerate(schedule.prepare):
-        reference.run(whole, [operation.on({wire: schedule.start.index(wire)}) for operation in operations])
-    return whole.view(2**schedule.global_qubits, -1)
+        reference.run(full, [operation.on({wire: schedule.start.index(wire)}) for operation in operations])
+    return full.view(2**schedule.global_qubits, -1)
 
 
 def _aligned(programs: list[QuantumProgram]) -> list[list[Any]]:

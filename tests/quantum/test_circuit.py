@@ -69,8 +69,8 @@ def fourier_of(n: int) -> np.ndarray:
 def test_inverse_undoes(n: int, seed: int) -> None:
     circuit = random_circuit(n, 12, seed, weights=3, features=2)
     weights, features = np.random.default_rng(seed).normal(size=(2, 3))
-    whole = dense.unitary(circuit + circuit.inverse(), weights, features)
-    assert np.allclose(whole, np.eye(2**n), atol=1e-12)
+    full = dense.unitary(circuit + circuit.inverse(), weights, features)
+    assert np.allclose(full, np.eye(2**n), atol=1e-12)
 
 
 @settings(max_examples=20, deadline=None)
@@ -242,7 +242,7 @@ def test_gates_have_the_names_of_their_methods() -> None:
     assert by_name == Circuit(2).u1(0, 0.1).phase(1, 0.2).cphase(0, 1, 0.3).global_phase(0.4)
 
 
-def test_operations_are_a_sequence_in_small_pieces() -> None:
+def test_operations_are_a_sequence_in_small_shards() -> None:
     circuit = random_circuit(4, 150, seed=3, arrays=False)
     operations, plain = circuit.operations, tuple(circuit.operations)
     assert len(operations) == len(plain) == len(circuit) == 150
@@ -257,5 +257,5 @@ def test_operations_are_a_sequence_in_small_pieces() -> None:
         with pytest.raises(IndexError):
             operations[place]
     kept = [operations, *gc.get_referents(operations)]
-    kept += [piece for each in kept[1:] if isinstance(each, tuple) for piece in each]
+    kept += [shard for each in kept[1:] if isinstance(each, tuple) for shard in each]
     assert all(sys.getsizeof(each) <= 512 for each in kept if isinstance(each, tuple))

@@ -62,8 +62,8 @@ def test_outputs_equal_the_dense_reference() -> None:
     states = [dense.state(circuit(), layer.weights.tolist(), sample.tolist()) for sample in x]
     expected = [[dense.expectation(state, each) for each in layer.output.observables] for state in states]
     torch.testing.assert_close(layer(x).detach(), torch.tensor(expected, dtype=torch.float64))
-    whole = uq.Layer(circuit(), dtype=torch.complex128, output="state")(x).detach()
-    torch.testing.assert_close(whole, torch.tensor(np.array(states)))
+    full = uq.Layer(circuit(), dtype=torch.complex128, output="state")(x).detach()
+    torch.testing.assert_close(full, torch.tensor(np.array(states)))
     chances = uq.Layer(circuit(), dtype=torch.complex128, output="probabilities")(x).detach()
     torch.testing.assert_close(chances, torch.tensor(np.abs(np.array(states)) ** 2))
 

@@ -99,8 +99,8 @@ def test_samples_follow_the_probabilities(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(outputs, "_NEXT", following)
         read = outputs.samples(state, shots, seed=5, wires=(3, 1, 0, 2)).numpy()
         found = np.bincount(read @ [8, 4, 2, 1], minlength=16)
-        spread = np.sqrt(shots * expected * (1 - expected)) + 1e-9
-        assert np.all(np.abs(found - shots * expected) < 5 * spread)
+        deviation = np.sqrt(shots * expected * (1 - expected)) + 1e-9
+        assert np.all(np.abs(found - shots * expected) < 5 * deviation)
         assert not np.any(found[expected < 1e-15])
     assert torch.equal(outputs.samples(state, 50, seed=1), outputs.samples(state, 50, seed=1))
     assert not torch.equal(outputs.samples(state, 50, seed=1), outputs.samples(state, 50, seed=2))

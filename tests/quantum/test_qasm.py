@@ -296,7 +296,7 @@ def test_a_gate_means_what_it_meant_when_it_was_defined() -> None:
 
 def test_what_would_never_end_is_refused() -> None:
     for text, message in (
-        ("qubit q; for int i in [0:1000000000000] x q;", "a loop of 1000000000001 turns"),
+        ("qubit q; for int i in [0:1000000000000] x q;", "a loop of 1000000000001 iterations"),
         ("qubit q; pow(1000000000000) @ x q;", r"pow\(1e\+12\) of 'x': at most"),
         (f"qubit q; rx({'(' * 9000}1{')' * 9000}) q;", "nested too deeply"),
     ):

@@ -134,11 +134,11 @@ def test_tiles_mix_few_axes_and_are_the_circuit(capacity: int) -> None:
         assert sum(len(tile.operations) for tile in made) == len(circuit)
 
 
-def test_a_cut_takes_every_operation_once_after_those_it_must_follow() -> None:
+def test_a_split_takes_every_operation_once_after_those_it_must_follow() -> None:
     circuit = random_circuit(8, 120, 3)
     for capacity in (3, 5, 8):
-        pieces = cluster(circuit.operations, capacity)
-        numbers = [number for piece in pieces for number in piece.numbers]
+        shards = cluster(circuit.operations, capacity)
+        numbers = [number for chunk in shards for number in chunk.numbers]
         assert sorted(numbers) == list(range(len(circuit)))
         order = Order(circuit.operations)
         for number in numbers:
@@ -185,8 +185,8 @@ def test_schedules_that_fill_sweeps_equal_the_dense_reference(ranks: int, sweep:
 
 def test_two_ranks_sweep_as_often_as_one() -> None:
     circuit = hardware_efficient(24, 10)
-    whole, halves = (Schedule.of(circuit, ranks) for ranks in (1, 2))
-    assert cost(halves.steps, 24, 1) - 2.5 * len(halves.exchanges) == cost(whole.steps, 24, 0) == 24
+    full, halves = (Schedule.of(circuit, ranks) for ranks in (1, 2))
+    assert cost(halves.steps, 24, 1) - 2.5 * len(halves.exchanges) == cost(full.steps, 24, 0) == 24
     assert len(halves.exchanges) == 12
 
 

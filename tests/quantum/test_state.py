@@ -185,7 +185,7 @@ def test_ranks_of_a_host_wait_for_each_other_as_long_as_they_live(pools: Pools) 
         assert said == f"rank {1 - rank} has ended"
 
 
-def test_large_arrays_are_zero_and_whole_pages() -> None:
+def test_large_arrays_are_zero_and_full_pages() -> None:
     for count in (3, 1 << 19, (1 << 19) + 5):
         made = zeros(count, torch.complex128, torch.device("cpu"))
         assert made.shape == (count,)

@@ -49,15 +49,15 @@ def test_strongly_entangling_reaches_further_layer_by_layer() -> None:
 
 def test_maxcut_and_qaoa() -> None:
     edges = [(0, 1), (1, 2), (2, 0, 0.5)]
-    cut = maxcut(edges)
-    values = np.diagonal(dense.observable_matrix(cut, 3)).real
+    sharded = maxcut(edges)
+    values = np.diagonal(dense.observable_matrix(sharded, 3)).real
     assert values.tolist() == [0, 1.5, 2, 1.5, 1.5, 2, 1.5, 0]
     gamma, beta = 0.7, -0.3
     mixer = dense.observable_matrix(X(0) + X(1) + X(2), 3)
     expected = exponential(-beta * mixer) @ (np.exp(-1j * gamma * values) * np.full(8, 8**-0.5))
     found = dense.state(qaoa(edges, layers=1), [gamma, beta])
     assert np.isclose(abs(np.vdot(found, expected)), 1)
-    assert qaoa(cut, layers=2, wires=5).wires == 5
+    assert qaoa(sharded, layers=2, wires=5).wires == 5
     assert qaoa(Z(0) @ Z(1) @ Z(2) + 0.5 * Z(1), layers=1).counts() == {"h": 3, "pauli_rotation": 2, "rx": 3}
 
 

@@ -132,13 +132,15 @@ def test_the_page_and_the_trace_tell_the_run(run_folder: Path) -> None:
 
 def test_memory_and_bytes_in_the_ledger_are_those_of_the_plan(run_folder: Path) -> None:
     run = Run.read(run_folder)
-    told = [run.ranks[rank] for rank in range(4)]
-    for rank in told:
+    report_text = [run.ranks[rank] for rank in range(4)]
+    for rank in report_text:
         assert rank["memory"]["gradients"] == pytest.approx(rank["memory"]["parameters"], rel=0.05)  # packed
         assert rank["memory"]["optimizer"] == pytest.approx(2 * rank["memory"]["parameters"], rel=0.02)  # Adam
         assert rank["memory"]["activations"] > 0
-    assert told[0]["memory"]["parameters"] == told[1]["memory"]["parameters"], "two replicas of the first stage"
-    assert told[0]["collectives"]["all_to_all"]["payload"] > 0
+    assert report_text[0]["memory"]["parameters"] == report_text[1]["memory"]["parameters"], (
+        "two replicas of the first stage"
+    )
+    assert report_text[0]["collectives"]["all_to_all"]["payload"] > 0
     stages = run.predicted["memory_by_stage"]
     assert len(stages) == 2
     rows = _memory(run)
@@ -215,7 +217,9 @@ def test_a_browser_draws_it(run_folder: Path, tmp_path: Path) -> None:
         assert seen["bars"] >= 4 * 4
         assert seen["boxes"] == 2 * 2 * 2, "two pictures of two ranks with two forwards"
         assert len(seen["cut"]) == 2
-        assert all((cut > 0) == (where == "phone") for cut in seen["cut"]), "whole on a desk, to be pushed on a phone"
+        assert all((sharded > 0) == (where == "phone") for sharded in seen["cut"]), (
+            "whole on a desk, to be pushed on a phone"
+        )
         assert seen["ranks"] == ["rank 0", "rank 1", "rank 2", "rank 3"]
         assert "all_reduce" in seen["said"]
         assert seen["program"] > 20

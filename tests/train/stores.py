@@ -21,9 +21,9 @@ from unisono.train.checkpoint.inventory import named_tensors
 class AttentionBlock(nn.Module):
     """Half of a GPT's block: all kinds of pieces that the other half has."""
 
-    def __init__(self, whole: Any) -> None:
+    def __init__(self, full_value: Any) -> None:
         super().__init__()
-        self.norm1, self.attention, self.drop = whole.norm1, whole.attention, whole.drop
+        self.norm1, self.attention, self.drop = full_value.norm1, full_value.attention, full_value.drop
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.drop(self.attention(self.norm1(x)))
@@ -80,7 +80,7 @@ def save(comm: Communicator, folder: str, task: str, plan: str, wait: bool) -> i
     steps(trainer, task, 0, 1)
     path = Path(folder) / f"{task} {plan}"
     checkpoints = uni.Checkpoints(path)
-    torch.save(pieces_here(trainer), Path(folder) / f"{task} {plan} {comm.rank}.pt")
+    torch.save(shards_here(trainer), Path(folder) / f"{task} {plan} {comm.rank}.pt")
     checkpoints.save(trainer, 1, {"position": 7}, {"plan": plan, "weights": torch.arange(3)}, wait=wait)
     losses = steps(trainer, task, 1, 3)  # while it is written
     checkpoints.wait()
@@ -91,10 +91,10 @@ def save(comm: Communicator, folder: str, task: str, plan: str, wait: bool) -> i
     return (path / "step-00000001" / f"rank-{comm.rank:05d}.safetensors").stat().st_size
 
 
-def pieces_here(trainer: Trainer) -> dict[str, Any]:
+def shards_here(trainer: Trainer) -> dict[str, Any]:
     """This rank's tensors, each with its elements' indices in the full one, found without the checkpoint's own code."""
 
-    def piece(value: Any, tensor: torch.Tensor) -> Any:
+    def shard(value: Any, tensor: torch.Tensor) -> Any:
         if not isinstance(value, torch.Tensor) or value.shape != tensor.shape or not tensor.ndim:
             return value
         shape = full_shape(tensor)
@@ -102,41 +102,41 @@ def pieces_here(trainer: Trainer) -> dict[str, Any]:
         return shape, places, value.detach()
 
     states = {
-        name: {key: piece(value, tensor) for key, value in trainer.optimizer.state.get(tensor, {}).items()}
+        name: {key: shard(value, tensor) for key, value in trainer.optimizer.state.get(tensor, {}).items()}
         for name, tensor in trainer.optimized()
     }
-    return {"model": {name: piece(t, t) for name, t in named_tensors(trainer).items()}, "optimizer": states}
+    return {"model": {name: shard(t, t) for name, t in named_tensors(trainer).items()}, "optimizer": states}
 
 
 def joined(path: Path, ranks: int, trainer: Trainer) -> dict[str, Any]:
     """The whole state, from what all ranks have put down."""
     wholes: dict[tuple[str, ...], Any] = {}
 
-    def join(key: tuple[str, ...], piece: Any) -> None:
-        if not isinstance(piece, tuple):
-            wholes.setdefault(key, piece)
+    def join(key: tuple[str, ...], shard: Any) -> None:
+        if not isinstance(shard, tuple):
+            wholes.setdefault(key, shard)
             return
-        shape, places, values = piece
-        whole = wholes.setdefault(key, torch.full((shape.numel(),), 7, dtype=values.dtype))
-        whole[places.reshape(-1)] = values.reshape(-1)
+        shape, places, values = shard
+        full_value = wholes.setdefault(key, torch.full((shape.numel(),), 7, dtype=values.dtype))
+        full_value[places.reshape(-1)] = values.reshape(-1)
         shapes[key] = shape
 
     shapes: dict[tuple[str, ...], torch.Size] = {}
     for rank in range(ranks):
         theirs = torch.load(path.with_name(f"{path.name} {rank}.pt"), weights_only=False)
-        for name, piece in theirs["model"].items():
-            join((name,), piece)
+        for name, shard in theirs["model"].items():
+            join((name,), shard)
         for name, state in theirs["optimizer"].items():
-            for key, piece in state.items():
-                join((name, key), piece)
-    whole = {key: value.view(shapes[key]) if key in shapes else value for key, value in wholes.items()}
-    states: dict[str, Any] = {key[0]: {} for key in whole}
-    for key, value in whole.items():
+            for key, shard in state.items():
+                join((name, key), shard)
+    full_value = {key: value.view(shapes[key]) if key in shapes else value for key, value in wholes.items()}
+    states: dict[str, Any] = {key[0]: {} for key in full_value}
+    for key, value in full_value.items():
         if len(key) == 2:
             states[key[0]][key[1]] = value
     groups = [{k: v for k, v in group.items() if k != "params"} for group in trainer.optimizer.param_groups]
     return {
-        "model": {key[0]: value for key, value in whole.items() if len(key) == 1},
+        "model": {key[0]: value for key, value in full_value.items() if len(key) == 1},
         "optimizer": {"state": states, "param_groups": groups},
         "steps": 1,
         "skipped": 0,
@@ -168,11 +168,11 @@ def load(comm: Communicator, folder: str, task: str, saved: list[str], plan: str
 def unequal_here(trainer: Trainer, state: dict[str, Any]) -> list[str]:
     """How what this rank has differs from its part of a whole state."""
     optimizer = trainer.optimizer
-    faults = unequal_pieces(trainer, state["model"])
+    faults = unequal_shards(trainer, state["model"])
     for name, tensor in trainer.optimized():
-        whole = state["optimizer"]["state"][name]
-        pieces = {key: _piece(value, tensor, trainer) for key, value in whole.items()}
-        faults += unequal(dict(optimizer.state.get(tensor, {})), pieces, f"state of {name}")
+        full_value = state["optimizer"]["state"][name]
+        shards = {key: _shard(value, tensor, trainer) for key, value in full_value.items()}
+        faults += unequal(dict(optimizer.state.get(tensor, {})), shards, f"state of {name}")
     for number, group in enumerate(optimizer.param_groups):
         values = {key: value for key, value in group.items() if key != "params"}
         saved = {key: value for key, value in state["optimizer"]["param_groups"][number].items() if key != "params"}
@@ -181,7 +181,7 @@ def unequal_here(trainer: Trainer, state: dict[str, Any]) -> list[str]:
     return faults + unequal(counts, {key: state[key] for key in counts}, "trainer")
 
 
-def unequal_pieces(trainer: Trainer, model: dict[str, torch.Tensor]) -> list[str]:
+def unequal_shards(trainer: Trainer, model: dict[str, torch.Tensor]) -> list[str]:
     named = named_tensors(trainer)
     return [
         fault
@@ -190,7 +190,7 @@ def unequal_pieces(trainer: Trainer, model: dict[str, torch.Tensor]) -> list[str
     ]
 
 
-def _piece(value: Any, tensor: torch.Tensor, trainer: Trainer) -> Any:
+def _shard(value: Any, tensor: torch.Tensor, trainer: Trainer) -> Any:
     if isinstance(value, torch.Tensor) and value.shape == full_shape(tensor) and value.ndim:
         return local_of(value, layout_of(tensor), trainer.mesh)
     return value

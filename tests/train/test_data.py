@@ -116,7 +116,7 @@ def test_a_resume_repeats_none_and_skips_none(dataset: Any, stop: int) -> None:
     assert noise == again
 
 
-def test_a_collate_sees_the_whole_batch() -> None:
+def test_a_collate_sees_the_full_batch() -> None:
     def padded(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True), torch.tensor([len(s) for s in samples])
 

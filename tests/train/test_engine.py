@@ -383,8 +383,8 @@ def evaluated(comm: Any, place: str) -> None:
         assert (first.step, first.stopped, first.values) == (3, "a callback ended it", [])
         assert [len(engine("dp=1").fit(dataset, resume=True, **given).values) for _ in range(2)] == [2, 0]
         lines = [json.loads(line) for line in Path(place, name, "steps.jsonl").read_text().splitlines()]
-        told = [(line["step"], "loss" in line) for line in lines]
-        assert told == [(1, True), (2, True), (3, True), (3, False), (4, True), (5, True), (6, True), (6, False)]
+        reported = [(line["step"], "loss" in line) for line in lines]
+        assert reported == [(1, True), (2, True), (3, True), (3, False), (4, True), (5, True), (6, True), (6, False)]
     given |= {"save": f"{place}/killed", "save_every": 1}
     with pytest.raises(KeyboardInterrupt):
         engine("dp=1", [Fails()]).fit(data(), **given)
@@ -423,7 +423,7 @@ def on_a_full_disk(comm: Any, place: str) -> None:
     assert engine("dp=1").fit(data(), resume=True, **given).first_step == 2
 
 
-def test_a_full_disk_is_told_of_and_loses_nothing(tmp_path: Path, pools: Callable[[str, int], RankPool]) -> None:
+def test_a_full_disk_is_reported_of_and_loses_nothing(tmp_path: Path, pools: Callable[[str, int], RankPool]) -> None:
     pools("gloo", 1).run(on_a_full_disk, str(tmp_path))
 
 
@@ -511,10 +511,10 @@ def strict(line: str) -> Any:
 def test_a_loss_that_is_no_number_names_step_samples_and_module(
     tmp_path: Path, pools: Callable[[str, int], RankPool]
 ) -> None:
-    for told in pools("gloo", 2).run(breaking, "stop", str(tmp_path / "stop")):
-        assert "at step 2 (epoch 1) on samples [4, 5, 6, 7]" in told
-        assert "inner.1 (Reciprocal) returned" in told
-        assert "(rank 0)" in told
+    for reported in pools("gloo", 2).run(breaking, "stop", str(tmp_path / "stop")):
+        assert "at step 2 (epoch 1) on samples [4, 5, 6, 7]" in reported
+        assert "inner.1 (Reciprocal) returned" in reported
+        assert "(rank 0)" in reported
     saved = sorted(path.name for path in (tmp_path / "stop" / "checkpoints").iterdir())
     assert saved == ["step-00000001"], "what was being written when it stopped"
     assert pools("gloo", 2).run(breaking, "skip", str(tmp_path / "skip")) == [(1, 4, True)] * 2
@@ -565,9 +565,9 @@ def spiked(comm: Any, plan: str) -> tuple[list[str], int, str]:
     before, after = kept.states
     before["steps"] += 1
     faults = stores.unequal(after, before) + ([] if one.schedule.last_epoch == 1 else ["the scheduler went on"])
-    with pytest.raises(NonFiniteLoss) as told:
+    with pytest.raises(NonFiniteLoss) as reported:
         one.fit(samples, **given)
-    return faults, skipped, str(told.value)
+    return faults, skipped, str(reported.value)
 
 
 @pytest.mark.parametrize("plan", ["dp=2,tp=2,sp", "dp=2,pp=2,zero=3"])
@@ -575,11 +575,11 @@ def test_under_every_plan_the_same_module_is_named_and_the_same_state_kept(
     plan: str, pools: Callable[[str, int], RankPool]
 ) -> None:
     answers = pools("gloo", 4).run(spiked, plan)
-    for faults, skipped, told in answers:
+    for faults, skipped, reported in answers:
         assert (faults, skipped) == ([], 1)
-        assert told == answers[0][2]
-        assert "at step 4 (epoch 1) on samples [8, 9, 10, 11, 12, 13, 14, 15]" in told
-        assert "blocks.1.norm.0 (Counting) returned infinity for finite inputs" in told
+        assert reported == answers[0][2]
+        assert "at step 4 (epoch 1) on samples [8, 9, 10, 11, 12, 13, 14, 15]" in reported
+        assert "blocks.1.norm.0 (Counting) returned infinity for finite inputs" in reported
 
 
 # ---- bad input -----------------------------------------------------------------------------------------------------
@@ -689,21 +689,21 @@ def too_small(comm: Any) -> str:
 
 
 def test_a_last_batch_too_small_for_the_pipeline_is_refused(pools: Callable[[str, int], RankPool]) -> None:
-    for told in pools("gloo", 4).run(too_small):
-        assert told.startswith("the smallest training batch of an epoch has 1 samples (batch_size=8), but plan")
+    for reported in pools("gloo", 4).run(too_small):
+        assert reported.startswith("the smallest training batch of an epoch has 1 samples (batch_size=8), but plan")
 
 
 def with_data_of_its_own(comm: Any) -> str:
     torch.manual_seed(comm.rank)
     inputs = torch.randint(11, (8, 8))
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as reported:
         engine("tp=2").fit([(row, row) for row in inputs], batch_size=8, progress=False)
-    return str(told.value)
+    return str(reported.value)
 
 
 def test_data_that_differs_among_ranks_is_refused(pools: Callable[[str, int], RankPool]) -> None:
-    for told in pools("gloo", 2).run(with_data_of_its_own):
-        assert told.startswith("the first batch that rank 1 reads is not the one that rank 0 reads")
+    for reported in pools("gloo", 2).run(with_data_of_its_own):
+        assert reported.startswith("the first batch that rank 1 reads is not the one that rank 0 reads")
 
 
 class Dawdling(uni.Callback):

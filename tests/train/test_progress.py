@@ -28,14 +28,14 @@ def line(width: int) -> str:
 
 @pytest.mark.parametrize("width", [56, 60, 76, 116, 160])
 def test_the_bar_has_room_for_its_end(width: int) -> None:
-    told = line(width)
-    assert len(told) <= width
-    assert re.match(r"epoch 1/3 [━╸╺ ]{8,} +80/140 loss 2\.8131", told), told
-    assert told.endswith("-:--:--"), told
-    assert "…" not in told
+    reported = line(width)
+    assert len(reported) <= width
+    assert re.match(r"epoch 1/3 [━╸╺ ]{8,} +80/140 loss 2\.8131", reported), reported
+    assert reported.endswith("-:--:--"), reported
+    assert "…" not in reported
 
 
-def test_the_wider_the_more_is_told() -> None:
+def test_the_wider_the_more_is_reported() -> None:
     assert "ms/step" not in line(56)
     assert "loss 2.8131, 794 ms/step" in line(60)
     assert "loss 2.8131, 40 samples/s, 2,579 tokens/s, 794 ms/step" in line(100)

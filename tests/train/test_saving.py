@@ -30,7 +30,7 @@ def failing_rank(comm: Communicator, folder: str) -> list[str]:
     trainer = stores.trainer_of("slim", "dp=4,zero=3")
     checkpoints = uni.Checkpoints(folder)
     checkpoints.save(trainer, 1)
-    told = []
+    reported = []
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for wait in (True, False):
         if comm.rank == 2:
@@ -39,23 +39,23 @@ def failing_rank(comm: Communicator, folder: str) -> list[str]:
             checkpoints.save(trainer, 2, wait=wait)
             checkpoints.wait()
         except CheckpointError as error:
-            told.append(str(error))
+            reported.append(str(error))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert checkpoints.steps() == [1]
     comm.barrier()
     checkpoints.save(trainer, 3, wait=False)
     assert checkpoints.load(trainer).step == 3
-    return told
+    return reported
 
 
 def test_a_rank_that_cannot_write_is_named_on_every_rank(pools: Callable[[str, int], RankPool], tmp_path: Path) -> None:
     answers = pools("gloo", 4).run(failing_rank, str(tmp_path))
-    for told in answers:
-        assert told == answers[0]
-        assert len(told) == 2
-        assert all("step 2 was not saved" in text and "rank 2: File too large" in text for text in told), told
-        assert all("earlier checkpoints are intact" in text for text in told)
+    for reported in answers:
+        assert reported == answers[0]
+        assert len(reported) == 2
+        assert all("step 2 was not saved" in text and "rank 2: File too large" in text for text in reported), reported
+        assert all("earlier checkpoints are intact" in text for text in reported)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
 
 
@@ -68,22 +68,22 @@ def written_once(comm: Communicator, plan: str) -> tuple[int, int, int]:
     kept = [entry for entry in inventory.entries if not entry.name.startswith("random.")]
     written = sum(entry.tensor[chunk.slices].nbytes for entry in kept for chunk in entry.written)
     state = trainer.state_dict()
-    whole = sum(tensor.nbytes for tensor in state["model"].values())
-    whole += sum(
+    full = sum(tensor.nbytes for tensor in state["model"].values())
+    full += sum(
         value.nbytes
         for entry in state["optimizer"]["state"].values()
         for value in entry.values()
         if isinstance(value, torch.Tensor)
     )
-    return written, sum(entry.tensor.nbytes for entry in kept), whole
+    return written, sum(entry.tensor.nbytes for entry in kept), full
 
 
 @pytest.mark.parametrize("plan", ["dp=4,zero=3", "tp=2,pp=2,microbatches=4"])
 def test_together_ranks_write_everything_once(pools: Callable[[str, int], RankPool], plan: str) -> None:
     answers = pools("gloo", 4).run(written_once, plan)
     assert sum(written for written, _, _ in answers) == answers[0][2]
-    for written, held, whole in answers:
-        assert written <= held < 0.55 * whole  # nobody holds, or writes, much more than a share
+    for written, held, full in answers:
+        assert written <= held < 0.55 * full  # nobody holds, or writes, much more than a share
 
 
 def exported(comm: Communicator, folder: str, plan: str) -> list[str]:

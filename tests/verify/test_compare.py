@@ -131,8 +131,8 @@ def test_nothing_is_proved_where_one_device_gives_no_number() -> None:
         (1.0, "gradients agree in the first step"),
     ],
 )
-def test_a_factor_that_is_a_count_of_the_plan_is_named(factor: float, told: str) -> None:
-    assert told in guess_fault(Plan(dp=2, tp=2, microbatches=3), record(), record(factor))
+def test_a_factor_that_is_a_count_of_the_plan_is_named(factor: float, reported: str) -> None:
+    assert reported in guess_fault(Plan(dp=2, tp=2, microbatches=3), record(), record(factor))
 
 
 def test_as_json_and_back() -> None:

@@ -85,14 +85,14 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_a_failure_is_told_in_a_sentence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_reported_in_a_sentence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "all ranks" not in name:  # else it is how long a slow machine's ranks may fail apart
         monkeypatch.setattr(verifying, "_TOGETHER", 1.0)
-    act, told = FAILURES[name]
+    act, reported = FAILURES[name]
     verdict = verify(task_with(act), "dp=2", steps=1, timeout=5 if "not come" in name else 60)
     assert not verdict.equivalent
     assert not verdict.refusal, verdict
-    assert told in verdict.failure, verdict
+    assert reported in verdict.failure, verdict
     assert "\n" not in verdict.failure
     assert ("(on rank 1 of 2)" in verdict.failure) == (name == "an error on one rank"), verdict
 

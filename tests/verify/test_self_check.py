@@ -282,12 +282,12 @@ def test_of_a_large_model_a_reduced_one_is_proved(pools: Pools) -> None:
 
 def _levels(comm: Communicator) -> list[str]:
     task = importlib.import_module("tests.equivalence.tasks").mlp
-    told = [_trained(comm, task, "dp=2", "off")[0], _trained(comm, task, "dp=2", "full")[0]]
+    reported = [_trained(comm, task, "dp=2", "off")[0], _trained(comm, task, "dp=2", "full")[0]]
     with mock.patch.dict(os.environ, UNISONO_CHECK_PLAN="off"):
-        told.append(_trained(comm, task, "dp=2", "full")[0])
+        reported.append(_trained(comm, task, "dp=2", "full")[0])
     with pytest.raises(UsageError, match=r"check='always'; expected one of auto, full, off"):
         _trained(comm, task, "dp=2", "always")
-    return told
+    return reported
 
 
 def test_levels(pools: Pools) -> None:

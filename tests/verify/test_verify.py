@@ -31,10 +31,10 @@ def test_an_equivalent_plan_gives_0(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", f"{TASKS}:mlp", "--plan", "tp=2", "--steps", "1", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["equivalent"] is True
-    assert {each["kind"] for each in told["worst"]} >= {"loss", "gradients", "parameters", "optimizer state"}
-    assert told["coverage"].startswith("tp=2 shards ")
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["equivalent"] is True
+    assert {each["kind"] for each in reported["worst"]} >= {"loss", "gradients", "parameters", "optimizer state"}
+    assert reported["coverage"].startswith("tp=2 shards ")
 
 
 def test_how_much_tp_shards_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,10 +63,12 @@ def test_a_refused_plan_gives_1_and_says_why(capsys: pytest.CaptureFixture[str])
         ((f"{TASKS}:MLP", "--plan", "dp=2"), "expected a uni.Task"),
     ],
 )
-def test_bad_input_is_told_in_a_line(words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_reported_in_a_line(
+    words: tuple[str, ...], reported: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["verify", *words]) == 2
     said = capsys.readouterr().err
-    assert told in said
+    assert reported in said
     assert len(said.strip().splitlines()) == 1
 
 
@@ -117,9 +119,9 @@ def test_a_refusal_by_one_rank_ends_that_plan_and_no_other(monkeypatch: pytest.M
     """The other rank waits meanwhile: both are ended, and new ones try what is left."""
     monkeypatch.setattr("unisono.verify.verify._TOGETHER", 0.5)
     task = replace(load_task(f"{TASKS}:mlp"), model=_on_one_rank_only, rules=None)
-    told: list[str] = []
+    reported: list[str] = []
     verdicts = verify_all(
-        task, [Plan(dp=2), Plan(dp=2, zero=1)], steps=1, on_verdict=lambda each: told.append(each.plan)
+        task, [Plan(dp=2), Plan(dp=2, zero=1)], steps=1, on_verdict=lambda each: reported.append(each.plan)
     )
     assert [each.refusal for each in verdicts] == ["this rank does not like it"] * 2
-    assert told == ["dp=2", "dp=2,zero=1"]
+    assert reported == ["dp=2", "dp=2,zero=1"]

@@ -46,17 +46,17 @@ class Classifier(nn.Module):
         return self.fc5(x)
 
 
-def whole(model: Classifier) -> torch.nn.Module:
+def full(model: Classifier) -> torch.nn.Module:
     """The same classifier on one process, made of all ranks' pieces."""
     layers: list[torch.nn.Module] = []
-    for cut in (model.fc1, model.fc2, model.fc3, model.fc4, model.fc5):
-        layer = torch.nn.Linear(cut.in_features, cut.out_features)
-        by_columns = isinstance(cut, ColumnParallelLinear)
-        pieces = Comm_OP.comm.all_gather(cut.weight.detach())
-        bias = torch.cat(Comm_OP.comm.all_gather(cut.bias.detach())) if by_columns else cut.bias.detach()
-        layer.load_state_dict({"weight": torch.cat(pieces, 0 if by_columns else 1), "bias": bias})
-        layers += [layer, torch.nn.ReLU()] if cut is model.fc1 else [layer]
-    return torch.nn.Sequential(torch.nn.Flatten(), *layers).to(cut.weight.device)
+    for sharded in (model.fc1, model.fc2, model.fc3, model.fc4, model.fc5):
+        layer = torch.nn.Linear(sharded.in_features, sharded.out_features)
+        by_columns = isinstance(sharded, ColumnParallelLinear)
+        shards = Comm_OP.comm.all_gather(sharded.weight.detach())
+        bias = torch.cat(Comm_OP.comm.all_gather(sharded.bias.detach())) if by_columns else sharded.bias.detach()
+        layer.load_state_dict({"weight": torch.cat(shards, 0 if by_columns else 1), "bias": bias})
+        layers += [layer, torch.nn.ReLU()] if sharded is model.fc1 else [layer]
+    return torch.nn.Sequential(torch.nn.Flatten(), *layers).to(sharded.weight.device)
 
 
 def trained(model: torch.nn.Module) -> tuple[list[float], float]:
@@ -87,7 +87,7 @@ def trained(model: torch.nn.Module) -> tuple[list[float], float]:
 model = Classifier()
 model.to(get_local_rank() + 1000)
 Comm_OP.broadcast_model_params(model, 0)
-alone = whole(model)
+alone = full(model)
 
 losses, accuracy = trained(model)
 expected, _ = trained(alone)

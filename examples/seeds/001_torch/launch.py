@@ -28,8 +28,8 @@ def main() -> None:
     model(samples.chunk(comm.size)[comm.rank]).square().mean().backward()
     assert plain.weight.grad is not None
 
-    (whole,) = torch.autograd.grad(plain(samples).square().mean(), plain.weight)
-    deviation = (plain.weight.grad - whole).abs().max().item()
+    (full,) = torch.autograd.grad(plain(samples).square().mean(), plain.weight)
+    deviation = (plain.weight.grad - full).abs().max().item()
     print(f"rank {comm.rank}/{comm.size}, local rank {comm.local_rank} on {comm.host}: deviation {deviation:.1e}")
     assert deviation < 1e-6
     uni.shutdown()

@@ -41,10 +41,10 @@ def train(size: Size) -> Outcome:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return Outcome(losses, whole(model, comm), f"{comm.size} ranks share linear1 and linear2")
+    return Outcome(losses, full(model, comm), f"{comm.size} ranks share linear1 and linear2")
 
 
-def whole(model: SimpleNet, comm: uni.Communicator) -> dict[str, torch.Tensor]:
+def full(model: SimpleNet, comm: uni.Communicator) -> dict[str, torch.Tensor]:
     """All parameters, of which each rank has pieces."""
     dims = {"linear1.weight": 0, "linear1.bias": 0, "linear2.weight": 1}
     state = model.state_dict()

@@ -44,10 +44,10 @@ def step(comm: uni.Communicator, model: nn.Module, optimizer: torch.optim.Optimi
     # 3. The owner computes the loss on all outputs, and tells each rank the gradient of its own.
     gradient, loss = torch.empty_like(outputs), torch.zeros(())
     if owner:
-        whole = torch.cat(gathered).requires_grad_()
-        loss = F.mse_loss(whole, target)
+        full = torch.cat(gathered).requires_grad_()
+        loss = F.mse_loss(full, target)
         loss.backward()
-    comm.scatter(gradient, whole.grad.chunk(comm.size) if owner else None)
+    comm.scatter(gradient, full.grad.chunk(comm.size) if owner else None)
     # 4. Every rank computes backward; gradients are summed on the owner, who updates.
     outputs.backward(gradient)
     for parameter in model.parameters():

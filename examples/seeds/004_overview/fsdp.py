@@ -25,12 +25,12 @@ def share(tensors: Iterable[torch.Tensor], of: int) -> float:
 
 def main() -> None:
     comm = uni.init()
-    whole = sum(tensor.numel() for tensor in one_device()[1].values())
+    full = sum(tensor.numel() for tensor in one_device()[1].values())
     for stage in (0, 1, 2, 3):
         trainer = under(f"dp={comm.size}" + (f",zero={stage}" if stage else ""))
         worst = deviation(trainer)
-        moments = share((state["exp_avg"] for state in trainer.optimizer.state.values()), whole)
-        parameters = share((parameter.data for parameter in trainer.model.parameters()), whole)
+        moments = share((state["exp_avg"] for state in trainer.optimizer.state.values()), full)
+        parameters = share((parameter.data for parameter in trainer.model.parameters()), full)
         if comm.rank == 0:
             print(
                 f"zero={stage}: {moments:.0%} of the state, {parameters:.0%} of the parameters, deviation {worst:.1e}"

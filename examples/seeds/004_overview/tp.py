@@ -18,14 +18,14 @@ from transformer import deviation, under
 import unisono as uni
 
 
-def whole_mlp() -> nn.Sequential:
+def full_mlp() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)).double()
 
 
 def layer_by_layer(comm: uni.Communicator, x: torch.Tensor) -> dict[str, float]:
     """Each cut alone, against the plain layer."""
-    plain = whole_mlp()
+    plain = full_mlp()
     column = uni.nn.ColumnParallelLinear.from_linear(plain[0], comm, gather_output=True)
     row = uni.nn.RowParallelLinear.from_linear(plain[2], comm)
     wide = plain[0](x).detach()
@@ -38,14 +38,14 @@ def layer_by_layer(comm: uni.Communicator, x: torch.Tensor) -> dict[str, float]:
 
 def pair(comm: uni.Communicator, x: torch.Tensor) -> float:
     """Columns, then rows: outputs, and the gradients of both cut matrices put together."""
-    plain, cut = whole_mlp(), whole_mlp()
-    cut[0] = uni.nn.ColumnParallelLinear.from_linear(cut[0], comm)
-    cut[2] = uni.nn.RowParallelLinear.from_linear(cut[2], comm)
-    outputs, wanted = cut(x), plain(x)
+    plain, sharded = full_mlp(), full_mlp()
+    sharded[0] = uni.nn.ColumnParallelLinear.from_linear(sharded[0], comm)
+    sharded[2] = uni.nn.RowParallelLinear.from_linear(sharded[2], comm)
+    outputs, wanted = sharded(x), plain(x)
     outputs.square().sum().backward()
     wanted.square().sum().backward()
-    up = torch.cat(comm.all_gather(cut[0].weight.grad), dim=0)  # torch stores weights transposed
-    down = torch.cat(comm.all_gather(cut[2].weight.grad), dim=1)
+    up = torch.cat(comm.all_gather(sharded[0].weight.grad), dim=0)  # torch stores weights transposed
+    down = torch.cat(comm.all_gather(sharded[2].weight.grad), dim=1)
     pairs = [(outputs, wanted), (up, plain[0].weight.grad), (down, plain[2].weight.grad)]
     return max((have - want).abs().max().item() for have, want in pairs)
 

@@ -275,13 +275,13 @@ def check_gather_and_scatter() -> None:
 
 
 def check_all_to_all() -> None:
-    def piece(source: int, target: int, dtype: torch.dtype) -> torch.Tensor:
+    def shard(source: int, target: int, dtype: torch.dtype) -> torch.Tensor:
         rows = (source + target) % 3  # some are empty
         return sample(10 * source + target, (rows, 2), torch.uint8).to(dtype)
 
     for dtype in TRAVELLERS:
-        ins = [piece(rank(), target, dtype) for target in range(size())]
-        expected = [piece(source, rank(), dtype) for source in range(size())]
+        ins = [shard(rank(), target, dtype) for target in range(size())]
+        expected = [shard(source, rank(), dtype) for source in range(size())]
         outs = [torch.empty_like(one) for one in expected]
         dist.all_to_all(outs, ins)
         equal(torch.cat(outs), torch.cat(expected), ("all_to_all", dtype))
@@ -356,7 +356,7 @@ def check_strides_and_views() -> None:
     assert parameter.tolist() == [size() - 1.0] * 3
 
 
-def check_calls_cut_into_pieces() -> None:
+def check_calls_cut_into_shards() -> None:
     """What an MPI that counts in an int does above 2**31 elements, done here above 4."""
     buffers.AT_ONCE, usual = 4, buffers.AT_ONCE
     try:
@@ -431,9 +431,9 @@ def check_objects() -> None:
     found: list[object] = [None] * size()
     dist.all_gather_object(found, {"rank": rank(), "text": "x" * rank()})
     assert found == [{"rank": r, "text": "x" * r} for r in range(size())]
-    told = [("root", rank())]
-    dist.broadcast_object_list(told, src=1)
-    assert told == [("root", 1)]
+    reported = [("root", rank())]
+    dist.broadcast_object_list(reported, src=1)
+    assert reported == [("root", 1)]
     one: list[object] = [None]
     dist.scatter_object_list(one, [str(r) for r in range(size())] if rank() == 0 else None, src=0)
     assert one == [str(rank())]

@@ -42,10 +42,10 @@ def check_point_to_point() -> None:
 
 def check_all_gather() -> None:
     part = torch.full((2**30 + 4,), dist.get_rank() + 1, dtype=torch.uint8)
-    whole = MEMORY.fill_(0)[: 2 * len(part)]
-    dist.all_gather_into_tensor(whole, part)
-    assert whole[:2].tolist() == [1, 1]
-    assert whole[-2:].tolist() == [2, 2]
+    full_value = MEMORY.fill_(0)[: 2 * len(part)]
+    dist.all_gather_into_tensor(full_value, part)
+    assert full_value[:2].tolist() == [1, 1]
+    assert full_value[-2:].tolist() == [2, 2]
 
 
 if __name__ == "__main__":

@@ -46,8 +46,8 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(torch.randn(BATCH, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))  # type: ignore[return-value]
 
 
-def my_share(whole: torch.Tensor) -> torch.Tensor:
-    return whole.chunk(dist.get_world_size())[dist.get_rank()]
+def my_share(full: torch.Tensor) -> torch.Tensor:
+    return full.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def train(module: nn.Module, share: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -62,18 +62,18 @@ def train(module: nn.Module, share: Callable[[torch.Tensor], torch.Tensor]) -> N
 @cache
 def trained_alone() -> dict[str, torch.Tensor]:
     module = model()
-    train(module, lambda whole: whole)
+    train(module, lambda full: full)
     return dict(module.state_dict())
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def expect(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert set(actual) == set(expected), (sorted(actual), sorted(expected))
     for name in expected:
-        torch.testing.assert_close(whole(actual[name]).detach(), expected[name], rtol=1e-11, atol=1e-13, msg=name)
+        torch.testing.assert_close(full(actual[name]).detach(), expected[name], rtol=1e-11, atol=1e-13, msg=name)
 
 
 def check_distributed_data_parallel() -> None:

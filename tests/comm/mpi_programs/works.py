@@ -171,9 +171,9 @@ def check_subgroups() -> None:
     tensor = torch.full((3,), float(rank))
     dist.all_reduce(tensor, group=mine)
     assert tensor.tolist() == [float(sum(ranks))] * 3
-    told = torch.full((2,), float(rank))
-    dist.broadcast(told, ranks[-1], group=mine)
-    assert told.tolist() == [float(ranks[-1])] * 2
+    reported = torch.full((2,), float(rank))
+    dist.broadcast(reported, ranks[-1], group=mine)
+    assert reported.tolist() == [float(ranks[-1])] * 2
     pair = [dist.new_group([0, r]) for r in range(1, size)]  # overlapping groups
     for other, group in enumerate(pair, start=1):
         if rank in (0, other):
