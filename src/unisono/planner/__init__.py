@@ -1,9 +1,11 @@
 """The planner: profiles a job, measures the machine, and chooses a plan. Read in this order:
 
     planner           Planner: the profile of a task, and which plans it allows
-    auto              the best plans for Engine(plan="auto"), and what is predicted of them
-    race              ... of which some take real steps, and the fastest is chosen
-    measure/          the hardware of this machine
+    measure/          the hardware of this machine, measured and remembered
+    auto              Engine(plan="auto"): search, replay and race; and predictions for a given plan
+    replay            the time of a step from real steps of every rank with simulated communication
+    race              real steps under a few plans
+    choice            a job, and a plan with its prediction
     command           `unisono plan` and `unisono bench hardware`
     activation_table  `unisono plan --activations`
 

@@ -1,147 +1,105 @@
-"""Predictions for a run before it begins: the best plans, and what a step under a plan takes.
+"""plan="auto": the plan of a job, and predictions for a run before it begins.
 
-The machine is the one that a hardware file describes, where the variable UNISONO_HARDWARE names one; else the ranks
-measure it briefly, all together. Rank 0 plans for all, so that all have one plan.
+1. search    rank 0 ranks all plans by the cost model (plan/search), on the machine that the ranks have measured
+2. replay    the best few are tried on every rank, with communication simulated, and predicted from that (replay.py)
+3. race      the best of those take real steps, and the fastest is chosen (race.py)
+
+Every rank has the same answer.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UnisonoError, UsageError
-from unisono.graph.program.program import Model
-from unisono.parallel.loss.loss import Loss
-from unisono.parallel.share import BatchDim
-from unisono.parallel.task import Task
 from unisono.plan.hardware.spec import Hardware
-from unisono.plan.hardware.toml import read_hardware
 from unisono.plan.plan import Plan
-from unisono.plan.search.search import Candidate, Search
+from unisono.plan.search.search import WITHIN, Candidate, Search
 from unisono.plan.search.why_not import why_not
-from unisono.planner.measure.brief import measured_briefly
+from unisono.planner.choice import Choice, Job
+from unisono.planner.measure.machine import forget, hardware_here
 from unisono.planner.planner import Planner
-from unisono.simulate.sketch import without_memory
+from unisono.planner.race import race
+from unisono.planner.replay import replay
 
-HARDWARE = "UNISONO_HARDWARE"  # a hardware file, as `unisono bench hardware` writes it
-
-
-class Lap(NamedTuple):
-    """An entrant of a race (race.py)."""
-
-    plan: str
-    predicted: float  # seconds of a step
-    measured: float | None
-    reason: str = ""  # why there is no measurement
+_RANKED = 24  # plans of the search that are looked at
+_REPLAYED = 8  # of these, the most that are replayed,
+_ALIKE = 2  # and the most with the same mesh: the cost model tells these apart less well than a replay does
+_MUCH_SLOWER = 2.0  # times the best prediction of the cost model: what it says takes longer is not replayed
+_FEW_RANKS = 16  # up to which all plans that are not much slower are looked at closely; the search stays short
+_FAR_OFF = 1.5  # of measured and predicted times: a machine that was measured at a bad moment
+_UNPREDICTABLE = (UnisonoError, RuntimeError, TypeError, ValueError)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A plan, and what is predicted of it."""
+def choose(job: Job, comm: Communicator, device: torch.device, options: Any, *, with_race: bool = True) -> Choice:
+    """The fastest plan. Without a race, the best by the cost model alone.
 
-    plan: Plan
-    seconds: float | None = None  # a step
-    memory: int | None = None  # bytes on the rank that needs most
-    memory_by_kind: dict[str, float] = field(default_factory=dict)  # on that rank
-    memory_by_stage: list[dict[str, float]] = field(default_factory=list)  # by kind, on each rank of the pipeline
-    why: list[tuple[str, str]] = field(default_factory=list)  # neighbours, and what each lacks
-    note: str = ""  # why nothing is predicted
-    race: list[Lap] = field(default_factory=list)  # of all plans that took real steps
-
-    def about(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name != "plan"}
-
-    def __str__(self) -> str:
-        if self.note:
-            return f"plan {self.plan} ({self.note})"
-        return "\n".join([self.summary(), *(f"  not {change}: {reason}" for change, reason in self.why)])
-
-    def summary(self) -> str:
-        """Without reasons: the plan with its prediction, and the table of the race."""
-        if self.note:
-            return str(self)
-        line = f"plan {self.plan}: {1000 * (self.seconds or 0):.1f} ms a step, {(self.memory or 0) / 2**20:.0f} MiB"
-        if not self.race:
-            return line
-        rows = [("plan", "predicted", "measured")]
-        for plan, predicted, measured, reason in self.race:
-            result = reason if measured is None else f"{1000 * measured:.1f} ms"
-            rows.append((plan, f"{1000 * predicted:.1f} ms", result))
-        width = max(len(row[0]) for row in rows)
-        return "\n".join([line, *(f"  {plan:{width}}  {first:>10}  {second:>10}" for plan, first, second in rows)])
+    options: further arguments of `parallelize`. A job that cannot be traced shares its batch, and nothing is predicted
+    of it."""
+    hardware = hardware_here(comm, device)
+    search, choices = _planned(job, comm, hardware, _RANKED if with_race else 1)
+    if with_race and len(choices) > 1 and not choices[0].note:
+        entrants = _diverse(choices)
+        found = replay([each.plan for each in entrants], job, comm, device, hardware, options)
+        predicted = zip(entrants, found, strict=True)
+        replayed = [replace(each, seconds=seconds, reason=reason) for each, (seconds, reason) in predicted]
+        best = race(replayed, job, comm, device, options)
+        if _is_far_off(best):
+            forget(comm, device)
+    else:
+        best = choices[0]
+    return _with_reasons(search, best, comm)
 
 
-@dataclass(frozen=True)
-class Job:
-    """What an engine trains."""
-
-    model: Model
-    loss: Loss
-    optimizer: Callable[[Any], Optimizer]
-    example: tuple[Any, Any]
-    rules: Any = None
-    batch_dim: BatchDim = 0
-
-    def task(self) -> Task:
-        model = self.model
-        build = model if not isinstance(model, torch.nn.Module) else lambda: model
-        return Task(build, self.loss, self.optimizer, lambda seed: self.example, self.rules, batch_dim=self.batch_dim)
+def prediction(plan: Plan, job: Job, comm: Communicator, device: torch.device, options: Any) -> Choice:
+    """What is predicted of a plan: by a replay, where there is memory for it beside the user's own module."""
+    hardware = hardware_here(comm, device)
+    _, (choice,) = _planned(job, comm, hardware, 1, plan)
+    if choice.note or not choice.memory or 2 * choice.memory > hardware.usable_memory:
+        return choice
+    ((seconds, _),) = replay([plan], job, comm, device, hardware, options)
+    return choice if seconds is None else replace(choice, seconds=seconds)
 
 
-def choice_for(job: Job, comm: Communicator, device: torch.device, plan: Plan | None = None) -> Choice:
-    """What is predicted of a plan, or of the best one where none is given; every rank calls it."""
-    return choices_for(job, comm, device, plan, 1)[0]
-
-
-def choices_for(
-    job: Job, comm: Communicator, device: torch.device, plan: Plan | None = None, top: int = 1
-) -> list[Choice]:
-    """The best plans by prediction, the best first, or the plan that is given; every rank calls it.
-
-    A job that cannot be traced shares its batch, and nothing is predicted of it.
-    """
-    hardware = _hardware(job, comm, device)
+def _planned(
+    job: Job, comm: Communicator, hardware: Hardware, top: int, plan: Plan | None = None
+) -> tuple[Search | None, list[Choice]]:
+    """The best plans by the cost model, or the plan that is given; the search on rank 0."""
+    search: Search | None = None
     found: list[Choice] | UsageError | None = None
     if comm.rank == 0:
-        found = _planned(job, comm.size, hardware, plan, top)
+        try:
+            search = Planner(job.task(), hardware).search(comm.size)
+            found = _ranked(search, top, plan)
+        except _UNPREDICTABLE as error:
+            if search is not None and plan is None and isinstance(error, UsageError):
+                found = error
+            else:  # the cost model does not cover the job, or a plan given by hand; rank 0 must not fail alone
+                first = str(error).splitlines()[0] if str(error) else type(error).__name__
+                found = [Choice(plan or Plan(dp=comm.size), note=f"not predicted: {first}")]
     found = comm.broadcast_object(found)
     if isinstance(found, UsageError):
         raise found
     assert found is not None
-    return found
+    return search, found
 
 
-def _planned(job: Job, world: int, hardware: Hardware, plan: Plan | None, top: int) -> list[Choice] | UsageError:
-    try:
-        search = Planner(job.task(), hardware).search(world)
-    except _UNPREDICTABLE as error:
-        return [_unpredicted(plan or Plan(dp=world), error)]
-    try:
-        if plan is not None:
-            return [_choice(search, search.judged(plan, played=True), with_reasons=False)]
-        best = {str(each.plan): each for each in search.run(top).candidates}
-        return [_choice(search, each, with_reasons=True) for each in best.values()]
-    except _UNPREDICTABLE as error:  # the cost model may not cover a plan given by hand; rank 0 must not fail alone
-        if plan is None and isinstance(error, UsageError):
-            return error
-        return [_unpredicted(plan or Plan(dp=world), error)]
+def _ranked(search: Search, top: int, plan: Plan | None) -> list[Choice]:
+    if plan is not None:
+        return [_choice(search, search.judged(plan, played=True))]
+    within = _MUCH_SLOWER if top > 1 and search.world <= _FEW_RANKS else WITHIN
+    best = {str(each.plan): each for each in search.run(top, within).candidates}
+    return [_choice(search, each) for each in best.values()]
 
 
-def _unpredicted(plan: Plan, error: Exception) -> Choice:
-    return Choice(plan, note=f"not predicted: {str(error).splitlines()[0]}")
-
-
-_UNPREDICTABLE = (UnisonoError, RuntimeError, TypeError, ValueError)
-
-
-def _choice(search: Search, best: Candidate, with_reasons: bool) -> Choice:
-    reasons = why_not(search, best) if with_reasons else []
+def _choice(search: Search, best: Candidate) -> Choice:
     stages = search.stages(best.plan)
     return Choice(
         best.plan,
@@ -149,27 +107,37 @@ def _choice(search: Search, best: Candidate, with_reasons: bool) -> Choice:
         int(best.footprint.total),
         best.footprint.parts(),
         [search.memory.of_rank(best.plan, stages, rank).parts() for rank in range(best.plan.pp)],
-        [(rejected.change, rejected.reason) for rejected in reasons],
     )
 
 
-def _hardware(job: Job, comm: Communicator, device: torch.device) -> Hardware:
-    path = os.environ.get(HARDWARE)
-    if path:
-        return read_hardware(path)
-    with torch.random.fork_rng([]):  # what the user draws afterwards is as if nothing had been measured
-        return measured_briefly(comm, device, with_dropout=comm.broadcast_object(comm.rank == 0 and _has_dropout(job)))
+def _diverse(choices: Sequence[Choice]) -> list[Choice]:
+    """The best few, of which not many have the same mesh."""
+    seen: Counter[object] = Counter()
+    chosen: list[Choice] = []
+    for each in choices:
+        seen[each.plan.shape] += 1
+        near = (each.seconds or 0.0) <= _MUCH_SLOWER * (choices[0].seconds or 0.0)
+        if seen[each.plan.shape] <= _ALIKE and near and len(chosen) < _REPLAYED:
+            chosen.append(each)
+    return chosen
 
 
-def _has_dropout(job: Job) -> bool:
-    """Whether some module is one, or has a probability of one for what it calls."""
-    try:
-        model = without_memory(job.task())
-    except _UNPREDICTABLE:
-        return False
-    modules = list(model.modules())
-    return any(
-        isinstance(value, float) and value > 0 and (name == "p" or "drop" in name)
-        for module in modules
-        for name, value in vars(module).items()
-    )
+def _is_far_off(best: Choice) -> bool:
+    """Whether predictions of the plans that raced were: by the median of them."""
+    ratios = [lap.measured / lap.predicted for lap in best.race if lap.measured and lap.predicted]
+    return bool(ratios) and not 1 / _FAR_OFF < statistics.median(ratios) < _FAR_OFF
+
+
+def _with_reasons(search: Search | None, best: Choice, comm: Communicator) -> Choice:
+    """With why not its neighbours: by the race, or by the cost model where that does not contradict it."""
+    why: list[tuple[str, str]] = []
+    if search is not None and not best.note:
+        judged = search.judged(best.plan, played=True)
+        measured = {lap.plan: lap.measured for lap in best.race if lap.measured}
+        for each in why_not(search, judged):
+            if best.race and str(each.plan) in measured:
+                slower = measured[str(each.plan)] / measured[str(best.plan)] - 1
+                why.append((each.change, f"{slower:+.0%} (measured)"))
+            elif not best.race or each.seconds is None or each.seconds >= judged.seconds:
+                why.append((each.change, each.reason))
+    return replace(best, why=comm.broadcast_object(why))

@@ -147,7 +147,7 @@ def _show_best(console: Any, search: Search, best: Candidate) -> None:
     if not best.fits:
         note += f"; the plan does not fit: it {shortfall(best.footprint.total, hardware.usable_memory)}"
     console.print(note, markup=False)
-    names = ("compute", "tensor", "bubble", "gradients", "optimizer", "other")
+    names = ("compute", "tensor", "bubble", "gradients", "optimizer")
     spent = {name: getattr(best.duration, name) for name in names}
     console.print(
         "step: " + ", ".join(f"{name} {format_seconds(value)}" for name, value in spent.items() if value), markup=False
@@ -185,7 +185,7 @@ def _as_json(
 
 
 def _candidate(search: Search, each: Candidate) -> dict[str, Any]:
-    names = ("compute", "tensor", "bubble", "gradients", "optimizer", "other")
+    names = ("compute", "tensor", "bubble", "gradients", "optimizer")
     return {
         "plan": str(each.plan),
         "boundaries": list(search.stages(each.plan).starts) if each.plan.pp > 1 else [],
@@ -216,7 +216,7 @@ def _bench_hardware(chosen: argparse.Namespace) -> int:
     import torch
 
     from unisono.plan.hardware.toml import write_hardware
-    from unisono.planner.measure.thorough import measure
+    from unisono.planner.measure.machine import measure
 
     comment = f"Measured by `unisono bench hardware` with torch {torch.__version__}."
     print(write_hardware(measure(chosen.n, chosen.backend, chosen.brief), comment), end="")

@@ -17,7 +17,6 @@ from torch.utils import _pytree as pytree
 
 from unisono.errors import UsageError
 from unisono.graph.capture.trace import trace
-from unisono.mesh.optimizers import fused
 from unisono.parallel.apply import refuse_what_cannot_be_right
 from unisono.parallel.blocks import Blocks, find_blocks
 from unisono.parallel.checks.optimizer_scope import OptimizerScope, optimizer_scope
@@ -224,12 +223,12 @@ class Planner:
 
     def _optimizer_state(self) -> OptimizerState:
         dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
-        plain, temporary, is_looped = _measured_state(self.task.optimizer, dtype)
+        plain, temporary = _measured_state(self.task.optimizer, dtype)
         traffic = 3 * dtype.itemsize + 2 * plain
         if dtype not in HALVES:
-            return OptimizerState(plain, plain, 0.0, temporary, traffic, traffic, is_looped)
-        sharded, wide, _ = _measured_state(self.task.optimizer, torch.float32)
-        return OptimizerState(plain, sharded, 4.0, wide, 12.0 + 2 * sharded, traffic, is_looped)
+            return OptimizerState(plain, plain, 0.0, temporary, traffic, traffic)
+        sharded, wide = _measured_state(self.task.optimizer, torch.float32)
+        return OptimizerState(plain, sharded, 4.0, wide, 12.0 + 2 * sharded, traffic)
 
 
 def _with_traffic(profile: ModelProfile, blocks: Blocks) -> ModelProfile:
@@ -332,18 +331,15 @@ def _expert_parameters(module: MoE) -> Iterator[nn.Parameter]:
             yield parameter
 
 
-def _measured_state(make: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype) -> tuple[float, float, bool]:
-    """Bytes of state for an element, and of temporaries while stepping: of a matrix that it is tried on. And whether a
-    CPU steps it parameter by parameter."""
+def _measured_state(make: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype) -> tuple[float, float]:
+    """Bytes of state for an element, and of temporaries while stepping: of a matrix that it is tried on."""
     parameter = nn.Parameter(torch.zeros(64, 64, dtype=dtype))
     optimizer = make([parameter])
     parameter.grad = torch.zeros_like(parameter)
-    with fused(optimizer):
-        is_looped = not optimizer.param_groups[0].get("fused")
     try:
         optimizer.step()
     except (RuntimeError, TypeError):
-        return 2.0 * dtype.itemsize, float(dtype.itemsize), is_looped  # it needs a closure, or more: as Adam
+        return 2.0 * dtype.itemsize, float(dtype.itemsize)  # it needs a closure, or more: as Adam
     tensors = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
     state = sum(value.numel() * value.itemsize for value in tensors if value.numel() > 1) / parameter.numel()
-    return state, float(dtype.itemsize) if len([v for v in tensors if v.numel() > 1]) > 1 else 0.0, is_looped
+    return state, float(dtype.itemsize) if len([v for v in tensors if v.numel() > 1]) > 1 else 0.0

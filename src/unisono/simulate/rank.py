@@ -24,6 +24,7 @@ from unisono.mesh.random.state import RandomState
 from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.apply import parallelize, refuse_what_cannot_be_right
 from unisono.parallel.compose import Composition, compose, schedule_of
+from unisono.parallel.meta.meta_tensors import meta_copy
 from unisono.parallel.pipeline.message import is_placeholder
 from unisono.parallel.share import BatchDim, dims_of, first_rows, share, shares
 from unisono.parallel.task import Task
@@ -142,15 +143,16 @@ def simulated_trainer(
     options: further arguments of `parallelize`."""
     if not 0 <= rank < plan.world:
         raise UsageError(f"rank {rank} of plan {plan}: expected one of 0 to {plan.world - 1}")
+    upstream_model = meta_copy(without_memory(task)) if plan.pp > 1 else None  # before the task's own module is split
     with world.simulated(rank, plan.world):
         trainer = parallelize(
             task.model, plan, loss=task.loss, optimizer=task.optimizer, example=batch, rules=task.rules,
             batch_dim=task.batch_dim, **({"clip": task.clip} | (options or {})),
         )  # fmt: skip
         trainer.loss.trust()
-        if trainer.pipeline is not None:
+        if upstream_model is not None and trainer.pipeline is not None:
             mesh = trainer.mesh
-            upstream = Upstream(without_memory(task), plan, mesh, trainer.rules)
+            upstream = Upstream(upstream_model, plan, mesh, trainer.rules)
             mine = share(batch, mesh.index(*DATA), mesh.size(*DATA), task.batch_dim).batch
             parts = shares(mine, plan.microbatches, task.batch_dim)
             device = next(trainer.model.parameters()).device

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,8 @@ from unisono.parallel.precision import Precision
 from unisono.parallel.share import BatchDim, Share, first_batch_size, require_batch_dim
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import Plan
-from unisono.planner.auto import Choice, Job, choice_for, choices_for
-from unisono.planner.race import ENTRANTS, race
+from unisono.planner.auto import choose, prediction
+from unisono.planner.choice import Choice, Job
 from unisono.train import evaluation
 from unisono.train.callbacks import Callback
 from unisono.train.checkpoint.checkpoints import Checkpoints
@@ -152,11 +151,8 @@ class Engine:
     def _chosen(self, example: tuple[Any, Any]) -> Choice:
         """The plan of plan="auto"."""
         if self.choice is None or (self._race and not self.choice.race):
-            top = ENTRANTS if self._race else 1
-            choices = choices_for(self._job(example), self.comm, self.device, None, top)
-            model = self._model if isinstance(self._model, nn.Module) else self._placed()
-            job = replace(self._job(example), model=model)
-            self.choice = race(choices, job, self.comm, self.device, self._options())
+            job = self._job(example)
+            self.choice = choose(job, self.comm, self.device, self._options(), with_race=self._race)
         return self.choice
 
     def predicted(self, example: tuple[Any, Any] | None = None) -> Choice:
@@ -165,8 +161,9 @@ class Engine:
             example = self._example if example is None else example
             if example is None:
                 raise UsageError("the engine has seen no batch yet: call prepare(example) with one")
-            plan = self._plan if isinstance(self._plan, Plan) else None
-            self.choice = choice_for(self._job(example), self.comm, self.device, plan)
+            if not isinstance(self._plan, Plan):
+                return self._chosen(example)
+            self.choice = prediction(self._plan, self._job(example), self.comm, self.device, self._options())
         return self.choice
 
     def _job(self, example: tuple[Any, Any]) -> Job:

@@ -82,10 +82,22 @@ def _group(intra: Link, inter: Link, per_node: int, shape: tuple[int, ...], axes
             reached = True
         elif not reached:
             stride *= sizes[axis]
-    if stride * ranks <= per_node:
+    together = ranks if stride * ranks <= per_node else max(1, min(ranks, per_node // stride))
+    return _linked(intra, inter, ranks, together)
+
+
+def group_of(hardware: Hardware, ranks: tuple[int, ...]) -> Group:
+    """These ranks of the world."""
+    nodes = len({rank // hardware.devices_per_node for rank in ranks})
+    return _linked(hardware.intra_node, hardware.inter_node, len(ranks), max(len(ranks) // nodes, 1))
+
+
+@lru_cache(maxsize=4096)
+def _linked(intra: Link, inter: Link, ranks: int, together: int) -> Group:
+    """So many ranks, of which `together` are on one node."""
+    if together == ranks:
         measured = intra.measured if ranks == intra.ranks else ()
         return Group(ranks, intra.bandwidth, (ranks - 1) * intra.latency, False, measured)
-    together = max(1, min(ranks, per_node // stride))
     bandwidth = min(intra.bandwidth, inter.bandwidth * together)
     steps = max(1.0, log2(ranks / together)) if ranks > 1 else 0.0
     return Group(ranks, bandwidth, (together - 1) * intra.latency + 2 * steps * inter.latency, True)

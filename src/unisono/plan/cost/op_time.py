@@ -1,4 +1,4 @@
-"""The time of one op: the longer of computing and of moving its bytes, at measured efficiencies.
+"""The time of one op, by the roofline: the longer of computing and of moving its bytes, at measured efficiencies.
 
 On a device that its host runs ahead of, an op takes time twice: that of the device, and that of the host, which
 launches it. The two go on at the same time, so they are distinguished here, and the longer counts for a whole stage.
@@ -8,7 +8,6 @@ Elsewhere the time to launch is part of the op's.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import log
 from typing import NamedTuple
 
 from unisono.plan.hardware.spec import Hardware, share_at
@@ -16,10 +15,7 @@ from unisono.plan.profile.model_profile import OpCost, Segment, Setting
 
 # Bytes that the loss of a sharded vocabulary passes for each logit: it works in float32, in several passes.
 _LOSS_FORWARD, _LOSS_BACKWARD = 34.0, 22.0
-
-# Bytes of weights that ranks hold, each, while products of few rows are measured: so few that caches keep them from one
-# use to the next, and so many that they come from memory.
-IN_CACHE, OUTSIDE = 8 * 2**20, 32 * 2**20
+_ATTENTION_BACKWARD = 2.5  # times the forward's FLOPs: five products instead of two
 
 
 class OpTime(NamedTuple):
@@ -39,17 +35,12 @@ class OpTimer:
         self.hardware = hardware
         self.bandwidth = hardware.memory_bandwidth * hardware.memory_efficiency
         self._peak = hardware.peak(dtype)
-        self._curves = {kind: hardware.curve(kind, dtype) for kind in ("matmul", "attention")}
-        self._of_backward = hardware.curves.get("matmul_backward", self._curves["matmul"])
 
-    def op(self, work: OpCost, segment: Segment, setting: Setting, held: float = OUTSIDE) -> OpTime:
-        """held: bytes of weights on the rank."""
+    def op(self, work: OpCost, segment: Segment, setting: Setting) -> OpTime:
         overhead = self.hardware.op_overhead * work.calls
-        share = self.hardware.together
-        beside = 0.0 if self.hardware.asynchronous else overhead * share  # which is in the end what it is
-        timed = OpTime(*(seconds / share for seconds in self._on_device(work, segment, setting, held, beside)))
         if not self.hardware.asynchronous:
-            return timed
+            return self._on_device(work, segment, setting, overhead)
+        timed = self._on_device(work, segment, setting, 0.0)
         if work.kind == "view":
             return timed._replace(launch_forward=overhead / 2, launch_backward=overhead / 2)
         # Backward: a product for the inputs and one for the weights, and each parameter's gradient goes to its place.
@@ -57,7 +48,7 @@ class OpTimer:
         backward = overhead * launches + self.hardware.op_overhead * work.parameters
         return timed._replace(launch_forward=overhead, launch_backward=backward)
 
-    def _on_device(self, work: OpCost, segment: Segment, setting: Setting, held: float, overhead: float) -> OpTime:
+    def _on_device(self, work: OpCost, segment: Segment, setting: Setting, overhead: float) -> OpTime:
         divided = setting.tp * setting.cp if work.is_sharded else setting.outside(segment)
         flops = work.flops * setting.rows / divided
         moved = work.moved * setting.rows / divided + work.weights / (setting.tp if work.is_sharded else 1)
@@ -68,60 +59,18 @@ class OpTimer:
             logits = setting.rows / divided * (work.saved + work.tp_saved) / 4
             passes = (_LOSS_FORWARD * logits / self.bandwidth, _LOSS_BACKWARD * logits / self.bandwidth)
             return OpTime(passes[0] + overhead, passes[1] + overhead)
+        moving = moved / self.bandwidth
         if not flops:
-            ahead, back = self.hardware.rates.get(work.family, (self.bandwidth, self.bandwidth))
-            drawing = self.hardware.dropout_overhead if work.family == "dropout" else 0.0
-            return OpTime(moved / ahead + max(overhead, drawing), moved / back + overhead + more)
-        if work.kind in self.hardware.attention_times:
-            ahead, back = self._attending(work, work.heads * setting.rows / divided)
-            return OpTime(ahead + overhead / work.calls, back + overhead / work.calls + more)
-        curve = self._curves["attention" if work.kind == "attention" else "matmul"]
+            return OpTime(moving + overhead, moving + overhead + more)
+        is_attention = work.kind == "attention"
+        curve = self.hardware.attention if is_attention else self.hardware.matmul
         computing = flops / (self._peak * share_at(curve, flops / work.calls))
-        forward = max(computing, moved / self.bandwidth) + overhead
-        if work.kind == "attention":
-            return OpTime(forward, 2.5 * computing + overhead + more)
-        in_backward = flops / (self._peak * share_at(self._of_backward, flops / work.calls))
-        half = max(in_backward, moved / self.bandwidth) + overhead
+        forward = max(computing, moving) + overhead
+        if is_attention:
+            return OpTime(forward, _ATTENTION_BACKWARD * computing + overhead + more)
         if not work.weights:
-            return OpTime(forward, 2 * half + more)
-        ahead, back = self._of_few_rows(flops, work.weights / (setting.tp if work.is_sharded else 1), held)
-        half = max(half, back + overhead)
-        return OpTime(max(forward, ahead + overhead), half + more, half)
-
-    def _attending(self, work: OpCost, matrices: float, parts: int = 1) -> tuple[float, float]:
-        """Forward and backward with so many of queries by keys, or of such parts of them."""
-        width = work.flops / (4.0 * work.heads * work.matrix)
-        return self.hardware.attention_times[work.kind].seconds(matrices, work.matrix / parts, width)
-
-    def ring(self, work: OpCost, setting: Setting) -> OpTime:
-        """What an attention takes more in a ring, whose visits have smaller matrices, as many of them as the whole.
-
-        Where no query looks ahead, visits after the first attend half as much: kernels skip nothing, but nothing that
-        is all ahead is given to them. With dropout the backward makes matrices again, and draws again."""
-        if work.kind not in self.hardware.attention_times:
-            return OpTime(0.0, 0.0)
-        cp, share, matrices = setting.cp, self.hardware.together, work.heads * setting.rows / setting.tp
-        whole = self._attending(work, matrices / cp)
-        ahead, back = self._attending(work, matrices, cp**2)
-        if work.kind == "attention_dropout":
-            return OpTime((cp * ahead - whole[0]) / share, (cp * (ahead + back) - whole[1]) / share)
-        further = self._attending(work, matrices, (2 if work.is_causal else 1) * cp**2)
-        beside = self.hardware.attention_times[work.kind].call  # of visits, what is called is counted elsewhere
-        visits = (
-            one + (cp - 1) * (other - call) for one, other, call in zip((ahead, back), further, beside, strict=True)
-        )
-        return OpTime(*((taken - once) / share for taken, once in zip(visits, whole, strict=True)))
-
-    def _of_few_rows(self, flops: float, weights: float, held: float) -> tuple[float, float]:
-        """A product's seconds, forward and for each half of the backward, where there are so few rows that bringing the
-        weights into place, which computing then waits for, is what takes the time."""
-        rates = self.hardware.rates
-        if "weights" not in rates:
-            return 0.0, 0.0
-        share = log(min(max(held, IN_CACHE), OUTSIDE) / IN_CACHE) / log(OUTSIDE / IN_CACHE)
-        near, far = rates.get("weights_in_cache", rates["weights"]), rates["weights"]
-        ahead, back = (one ** (1 - share) * other**share for one, other in zip(near, far, strict=True))
-        return flops / self._peak + weights / ahead, flops / self._peak + weights / back / 2
+            return OpTime(forward, 2 * forward + more)
+        return OpTime(forward, forward + more, forward)
 
 
 # ---- sums of ops -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from unisono.plan.cost.collective import Group, group
-from unisono.plan.cost.memory import BUCKET, MemoryModel
+from unisono.plan.cost.memory import MemoryModel
 from unisono.plan.cost.op_time import StageCost
 from unisono.plan.hardware.spec import Hardware
 from unisono.plan.plan import COPIES, REPLICAS, Plan
@@ -22,7 +22,6 @@ from unisono.plan.profile.model_profile import ModelProfile
 from unisono.plan.profile.stages import Stages
 
 _READ_AND_WRITTEN = 2.0  # bytes for one that is copied
-_WAIT_BEHIND_WORK = 0.5  # share of the waiting for messages that hides behind work: as steps of ten models on CPUs show
 
 
 class Replicas:
@@ -33,17 +32,6 @@ class Replicas:
         self.hardware = hardware
         self.memory = memory
         self._bandwidth = hardware.memory_bandwidth * hardware.memory_efficiency
-        # Where neither is measured: copies of whole rows are as quick as memory, and to new memory as slow as those of
-        # a transposed matrix.
-        rates, plain = hardware.rates, (self._bandwidth, self._bandwidth)
-        self._piece_rate = hardware.piece_rate or rates.get("rows", plain)[0]
-        self._unit_rate = hardware.unit_rate or rates.get("rows", rates.get("reshape", plain))[0]
-
-    def buckets(self, plan: Plan) -> float:
-        """Messages that the gradients of all stages travel in."""
-        if plan.dp * plan.cp == 1 or plan.zero == 3:
-            return 0.0
-        return self.profile.parameters * self.profile.gradient_itemsize / plan.tp / BUCKET
 
     def travel(self, plan: Plan, stages: Stages, rank: int, mine: StageCost) -> tuple[float, float, float]:
         """Of a rank of the pipeline: seconds that gradients and parameters travel, what of it the backward hides, and
@@ -61,8 +49,6 @@ class Replicas:
             often = m if plan.zero >= 2 else 1
             travel += often * copies.all_reduce(size / ranks.ranks)
             sent += often * 2 * size / ranks.ranks
-        if plan.zero == 3 and plan.pp == 1 and not self.hardware.overlap:
-            travel -= self._waiting(plan, stages, rank, ranks, mine)
         room = self.hardware.overlap * (
             mine.both * m if plan.zero == 3 else mine.backward * (m if plan.zero == 2 else 1)
         )
@@ -86,16 +72,6 @@ class Replicas:
         scatters = m if plan.zero == 2 else 1
         return scatters * ranks.reduce_scatter(size) + ranks.all_gather(size), (scatters + 1) * size
 
-    def _waiting(self, plan: Plan, stages: Stages, rank: int, ranks: Group, mine: StageCost) -> float:
-        """Of the third stage's messages, what they take however few bytes they have: ranks wait for each other then.
-        Gathers run ahead by one block, and gradients leave while the next block's are made, so that ranks compute
-        meanwhile, even where moving bytes takes time of the cores that compute."""
-        blocks = sum(count for _, count in self._units(plan, stages, rank))
-        forward, backward = mine.forward / blocks, mine.backward / blocks
-        gather, scatter = ranks.all_gather(1.0), ranks.reduce_scatter(1.0)
-        each = min(gather, forward) + min(gather + scatter, backward)
-        return _WAIT_BEHIND_WORK * plan.microbatches * (blocks - 1) * each
-
     def _units(self, plan: Plan, stages: Stages, rank: int) -> list[tuple[float, int]]:
         """Bytes of each block of a rank, with how many are alike, and of what it has outside of them: of a pipeline's,
         each end by itself."""
@@ -117,10 +93,12 @@ class Replicas:
         if plan.zero == 0:
             return turns * once / self._bandwidth
         gathered = once / ranks + once  # my rows into a message, all rows out of one
-        added = 3 * size / ranks * (m - 1) / self._bandwidth if plan.zero > 1 else 0.0
+        added = 3 * size / ranks * (m - 1) if plan.zero > 1 else 0.0
         if plan.zero == 3:
-            return turns * (m * (2 * gathered + once) / self._unit_rate + added)
-        return turns * (((m if plan.zero == 2 else 1) * once + gathered) / self._piece_rate + added)
+            copied = m * (2 * gathered + once)
+        else:
+            copied = (m if plan.zero == 2 else 1) * once + gathered
+        return turns * (copied + added) / self._bandwidth
 
     def _tied(self, plan: Plan) -> float:
         if plan.pp == 1 or not self.profile.tied:

@@ -40,35 +40,6 @@ def seconds_at(curve: Curve, size: float) -> float:
     return max(below + (above - below) * (size - low) / (high - low), curve[0][1])
 
 
-HEAD_WIDTH = 32  # of the heads on which the curves of AttentionTime are measured
-
-
-@dataclass(frozen=True)
-class AttentionTime:
-    """Seconds of attention on CPUs, (forward, backward), from its matrices of queries by keys, one a head of each
-    sample. A call has a fixed cost; a matrix takes time for its elements, each of which is a product over the head's
-    width plus a softmax, which takes as long as products over `softmax_width` more columns."""
-
-    call: tuple[float, ...]
-    forward: Curve  # seconds of a matrix by its elements
-    backward: Curve
-    softmax_width: tuple[float, ...] = (0.0, 0.0)
-
-    def seconds(self, matrices: float, elements: float, width: float) -> tuple[float, float]:
-        """Of a call with so many matrices of so many elements."""
-        forward, backward = (
-            call + matrices * _of_matrix(curve, elements) * (width + softmax) / (HEAD_WIDTH + softmax)
-            for call, curve, softmax in zip(self.call, (self.forward, self.backward), self.softmax_width, strict=True)
-        )
-        return forward, backward
-
-
-def _of_matrix(curve: Curve, elements: float) -> float:
-    """Seconds of a matrix; below the smallest that was measured, proportional to its elements."""
-    smallest, seconds = curve[0]
-    return seconds_at(curve, elements) if elements >= smallest else seconds * elements / smallest
-
-
 # ---- the machine -----------------------------------------------------------------------------------------------------
 
 
@@ -96,29 +67,8 @@ class Hardware:
     matmul: Curve = ((1.0, 1.0),)  # share of the peak that a product of so many operations reaches
     attention: Curve = ((1.0, 1.0),)
     memory_efficiency: float = 1.0  # share of the bandwidth that elementwise work reaches
-    together: float = 1.0  # share of these rates that ops reach in a step, where one follows another
-    rates: dict[str, tuple[float, float]] = field(default_factory=dict)  # of an op: bytes a second, forward, backward
-    optimizer_rate: float = 0.0  # bytes a second that an optimizer passes; 0: as other elementwise work
-    looped_optimizer_rate: float = 0.0  # ... one that torch steps parameter by parameter; 0: the same
-    piece_rate: float = 0.0  # bytes a second of copies into ZeRO's messages and out of them; 0: as other copies
-    unit_rate: float = 0.0  # ... in ZeRO's third stage, whose blocks get new memory for every use; 0: as a transpose
     op_overhead: float = 0.0  # seconds that an op takes beside its work, forward or backward
     asynchronous: bool = False  # whether that is the time of a host which runs ahead while the device works
-    message_overhead: float = 0.0  # seconds that a message takes of that host, with the copies around it
-    # Seconds that a parameter takes of the host, by the stages of ZeRO: in a backward, and after it.
-    gradient_overhead: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
-    parameter_overhead: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
-    dropout_overhead: float = 0.0  # seconds that a dropout takes beside its work: it finds out what to draw
-    # Of attention and attention_dropout on CPUs; where there is none, attention is timed by its FLOPs.
-    attention_times: dict[str, AttentionTime] = field(default_factory=dict)
-    # As `matmul` and `attention`, for a dtype (matmul_float32), or of a backward's products (matmul_backward).
-    curves: dict[str, Curve] = field(default_factory=dict)
-    step_overhead: float = 0.0  # seconds that a step takes beside its ops
-    microbatch_overhead: float = 0.0  # seconds that each further microbatch, or each of a stage, takes beside its ops
-    stage_overhead: float = 0.0  # seconds that a stage's forward of a microbatch takes beside its blocks
-    post_overhead: float = 0.0  # seconds that a rank takes itself to begin a send or a receive between stages
-    recompute_overhead: float = 0.0  # seconds that a block, or a core, takes more where it is computed again
-    split_overhead: float = 0.0  # seconds that a layer takes more where a pipeline runs its backward in halves
     overlap: float = 1.0  # share of a gradient's travel that can hide behind the backward
     margin: float = 0.05  # share of the memory that allocators cannot use: fragments and context
     flash: bool = True  # whether attention keeps no matrix of queries by keys
@@ -138,10 +88,6 @@ class Hardware:
             f"hardware {self.source or self.name}: no flops.{dtype}, in which the model computes; known are "
             f"{', '.join(self.flops)}"
         )
-
-    def curve(self, kind: str, dtype: str) -> Curve:
-        """What share of the peak `matmul` or `attention` reaches."""
-        return self.curves.get(f"{kind}_{dtype}", self.attention if kind == "attention" else self.matmul)
 
     def with_devices(self, devices: int) -> Hardware:
         """The same kind of machine with so many devices."""

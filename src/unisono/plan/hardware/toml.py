@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import UsageError
-from unisono.plan.hardware.spec import AttentionTime, Curve, Hardware, Link
+from unisono.plan.hardware.spec import Curve, Hardware, Link
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _UNITS |= {f"{unit}i": 1 << (10 * power) for power, unit in enumerate("KMGTP", start=1)}
@@ -29,41 +29,21 @@ _DEVICE = {
     "memory_bandwidth": "number",
     "op_overhead": "number",
     "asynchronous": "flag",
-    "message_overhead": "number",
-    "gradient_overhead": "each_stage",
-    "parameter_overhead": "each_stage",
-    "dropout_overhead": "number",
-    "step_overhead": "number",
-    "microbatch_overhead": "number",
-    "stage_overhead": "number",
-    "post_overhead": "number",
-    "split_overhead": "number",
-    "recompute_overhead": "number",
     "overlap": "share",
     "margin": "margin",
     "flash": "flag",
     "dropout_mask": "number",
     "library_memory": "number",
-    "optimizer_rate": "number",
-    "looped_optimizer_rate": "number",
-    "piece_rate": "number",
-    "unit_rate": "number",
 }
-_CURVES = ("matmul", "attention")  # and for another dtype or pass:
-_OTHER_CURVES = ("matmul_float32", "attention_float32", "matmul_backward")
-_SHARES = {"memory": "memory_efficiency", "together": "together"}
+_CURVES = ("matmul", "attention")
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "exchange")
 _LINK = ("bandwidth", "latency", "ranks", *_COLLECTIVES)
 _DTYPES = ("float64", "float32", "bfloat16", "float16", "float8")
-_ATTENTION = ("attention", "attention_dropout")
-_TABLES = ("machine", "device", "flops", "efficiency", "ops", *_ATTENTION, "intra_node", "inter_node")
-_KNOWN = {"machine": tuple(_MACHINE), "device": tuple(_DEVICE), "efficiency": (*_CURVES, *_SHARES, *_OTHER_CURVES)}
+_TABLES = ("machine", "device", "flops", "efficiency", "intra_node", "inter_node")
+_KNOWN = {"machine": tuple(_MACHINE), "device": tuple(_DEVICE), "efficiency": (*_CURVES, "memory")}
 _KNOWN |= {"intra_node": _LINK, "inter_node": _LINK}
-_FORMER = {  # keys of older versions; what replaces them has other units
-    "device": ("matrix_overhead",),
-    "efficiency": ("attention_dropout", "attention_dropout_backward"),
-}
-_WHOLE = ("flops", "efficiency", "ops")  # tables of which every value is written
+_FORMER = ("ops", "attention", "attention_dropout")  # tables of older versions, whose [device] had more keys too
+_WHOLE = ("flops", "efficiency")  # tables of which every value is written
 _DEFAULTS = {field.name: field.default for field in fields(Hardware) if field.default is not MISSING}
 
 
@@ -86,14 +66,12 @@ def read_hardware(path: str | Path) -> Hardware:
 
 def write_hardware(hardware: Hardware, comment: str = "") -> str:
     """The text of a hardware file; fields with their default value are left out."""
-    curves = {name: getattr(hardware, name) for name in _CURVES} | hardware.curves
+    curves = {name: getattr(hardware, name) for name in _CURVES}
     tables: dict[str, dict[str, Any]] = {
         "machine": {key: getattr(hardware, key) for key in _MACHINE},
         "device": {key: getattr(hardware, key) for key in _DEVICE},
         "flops": hardware.flops,
-        "efficiency": curves | {key: getattr(hardware, field) for key, field in _SHARES.items()},
-        "ops": hardware.rates,
-        **{name: vars(time) for name, time in hardware.attention_times.items()},
+        "efficiency": curves | {"memory": hardware.memory_efficiency},
         "intra_node": _link(hardware.intra_node),
         "inter_node": _link(hardware.inter_node),
     }
@@ -147,12 +125,8 @@ class _Reader:
             inter_node=self._link(given, "inter_node"),
             matmul=self._curve(efficiency, "matmul"),
             attention=self._curve(efficiency, "attention" if "attention" in efficiency else "matmul"),
-            curves={key: self._curve(efficiency, key) for key in _OTHER_CURVES if key in efficiency},
-            rates=self._rates(given.get("ops", {})),
-            attention_times={table: self._attention(table, given[table]) for table in _ATTENTION if table in given},
             source=self.file,
             memory_efficiency=self.share("efficiency", efficiency, "memory", True),
-            together=self.share("efficiency", efficiency, "together", True),
             **self._values("machine", given["machine"], _MACHINE),
             **self._values("device", given["device"], _DEVICE),
         )
@@ -174,7 +148,7 @@ class _Reader:
         for key in given:
             if key not in known:
                 where = f"[{table}] {key}" if table else key
-                if key in _FORMER.get(table, ()):
+                if (table == "device" and re.search("_(overhead|rate)$", key)) or (not table and key in _FORMER):
                     self._fail(
                         f"{where} is no longer known: an older version of unisono wrote the file; measure the machine "
                         "again, with unisono bench hardware > FILE"
@@ -228,15 +202,6 @@ class _Reader:
             self._fail(f"[{table}] {key} = {given[key]!r}; expected true or false")
         return bool(given[key])
 
-    def each_stage(self, table: str, given: dict[str, Any], key: str) -> tuple[float, ...]:
-        return self._each(table, given, key, 4, "seconds for the stages 0 to 3 of ZeRO")
-
-    def _each(self, table: str, given: dict[str, Any], key: str, count: int, of: str) -> tuple[float, ...]:
-        values = given.get(key, [0.0] * count)
-        if not isinstance(values, list) or len(values) != count:
-            self._fail(f"[{table}] {key} = {values!r}; expected {count} numbers, {of}")
-        return tuple(0.0 if value == 0 else self.number(table, {key: value}, key) for value in values)
-
     def _flops(self, given: dict[str, Any]) -> dict[str, float]:
         self._known("flops", given, _DTYPES)
         if not given:
@@ -251,25 +216,6 @@ class _Reader:
         if measured and ranks < 2:
             self._fail(f"[{table}] ranks = {ranks}; {measured[0][0]} is measured between 2 or more")
         return Link(bandwidth, latency, measured, ranks)
-
-    def _rates(self, given: dict[str, Any]) -> dict[str, tuple[float, float]]:
-        if not isinstance(given, dict):
-            self._fail(f"ops = {given!r}; expected a table [ops]")
-        rates = {}
-        for op, pair in given.items():
-            if not isinstance(pair, list) or len(pair) != 2:
-                self._fail(f"[ops] {op} = {pair!r}; expected [bytes a second forward, bytes a second backward]")
-            rates[op] = (self.number("ops", {op: pair[0]}, op), self.number("ops", {op: pair[1]}, op))
-        return rates
-
-    def _attention(self, table: str, given: dict[str, Any]) -> AttentionTime:
-        self._known(table, given, ("call", "forward", "backward", "softmax_width"))
-        for key in ("forward", "backward"):
-            if key not in given:
-                self._fail(f"[{table}] {key} is missing; expected points [elements of a matrix, seconds]")
-        forward, backward = (self._points(table, key, given[key]) for key in ("forward", "backward"))
-        call, width = (self._each(table, given, key, 2, "forward and backward") for key in ("call", "softmax_width"))
-        return AttentionTime(call, forward, backward, width)
 
     def _curve(self, given: dict[str, Any], key: str) -> Curve:
         value = given.get(key, 1.0)

@@ -139,7 +139,6 @@ class _Reader:
         crossing = self._spec(inputs[0]) if role in ("column", "gather") else op.outputs[0] if role else None
         work = OpCost(
             name=op.name,
-            family=packet.removeprefix("aten."),
             kind="attention" if is_attention else "matmul" if op.flops else "view" if is_view(op) else "memory",
             flops=op.flops / rows,
             moved=max(op.bytes_moved - of_weights, 0) / rows,
@@ -170,12 +169,10 @@ class _Reader:
         queries = prod(query.shape[:-1])
         normalisers = 4.0 * queries / rows
         heads = prod(query.shape[:-2]) / rows
-        causal = bool(self._argument(op, 5, "is_causal", False))
-        work = replace(work, heads=heads, matrix=query.shape[-2] * key.shape[-2], is_causal=causal)
         dropout = self._argument(op, 4, "dropout_p", 0.0)
         if self.subject.flash and not dropout:
             return replace(work, is_core=True, core_saved=min(normalisers, work.saved))
-        matrix = heads * work.matrix
+        matrix = heads * query.shape[-2] * key.shape[-2]
         itemsize = query.dtype.itemsize
         kept = matrix * (2 * itemsize + self._mask_bytes(query) if dropout else itemsize)
         # The result is kept either way: here where attention is fused, else by the layer that it goes into.

@@ -27,7 +27,6 @@ class OpCost:
 
     name: str
     kind: str  # matmul, attention, memory (what bounds it), or view
-    family: str = ""  # the op's name: gelu, layer_norm, ...
     flops: float = 0.0
     moved: float = 0.0  # bytes of activations read and written
     moved_back: float = 0.0  # ... by the backward, beside what it does in the place of the forward
@@ -38,9 +37,6 @@ class OpCost:
     saved_is: str = "replicated"  # sharded, replicated or gathered
     is_core: bool = False  # of attention's core, which recompute=selective runs again
     core_saved: float = 0.0  # of `saved`, what recompute=selective forgets
-    heads: float = 0.0  # of attention
-    matrix: float = 0.0  # elements of queries by keys, of a head
-    is_causal: bool = False  # whether no query looks ahead
     is_expert: bool = False
     calls: int = 1  # kernels that it stands for
     held_sharded: float = 0.0  # bytes of activations' gradients that are alive in its backward, of what tp shards
@@ -111,7 +107,6 @@ class OptimizerState:
     temporary: float = 4.0  # while it steps, an element
     traffic: float = 28.0  # bytes read and written in a step, an element of what ZeRO gives it
     plain_traffic: float = 28.0  # ... of the parameter itself
-    is_looped: bool = False  # whether torch steps it parameter by parameter, though a CPU could in one pass
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,12 +143,6 @@ class ModelProfile:
     def has_bare_blocks(self) -> bool:
         """Whether blocks are without parameters."""
         return not all(block.weights for block in set(self.blocks))
-
-    @cached_property
-    def tensors(self) -> int:
-        """How many parameters are trained."""
-        weights = (*self._ends, *(weight for block in self.blocks for weight in block.weights))
-        return sum(not weight.is_frozen for weight in weights)
 
     @cached_property
     def parameters(self) -> int:

@@ -33,7 +33,7 @@ from unisono.plan.search.partition import Partitioner, chunks_of
 
 Allows = Callable[[Plan], str | None]  # why the job cannot run under a plan; None where it can
 FINALISTS = 24
-_HOPELESS = 1.1  # times the fastest plan so far: what takes longer than that is not looked at closely
+WITHIN = 1.1  # times the fastest plan so far: what takes longer than that is not looked at closely
 TIE = 0.005  # share of a step by which plans differ that are called as fast
 _TELLING = 0.002  # share of a step that boundaries must save to be written down
 _FEWEST_TOKENS = 128  # of a sequence on a rank, where more than two share it
@@ -87,14 +87,15 @@ class Search:
         self.time = TimeModel(self.profile, self.hardware, self.memory)
         self.partitioner = Partitioner(self.profile, self.time)
 
-    def run(self, top: int = 10) -> Result:
-        """The `top` fastest plans that fit; UsageError where none does, with what would."""
+    def run(self, top: int = 10, within: float = WITHIN) -> Result:
+        """The `top` fastest plans that fit; UsageError where none does, with what would. within: times the fastest,
+        beyond which plans may be left out."""
         found: list[tuple[float, Plan]] = []
         considered = 0
         smallest: tuple[float, Plan] | None = None
         fastest = inf
         for scheduled in self.scheduled():
-            if self._at_least(scheduled) > _HOPELESS * fastest:
+            if self._at_least(scheduled) > within * fastest:
                 considered += 1
                 continue
             for plan, needs in self._least_saving(scheduled):

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from unisono.comm.communicator import Communicator
-from unisono.comm.handle import Handle
 
 Points = list[tuple[float, float]]  # (bytes, seconds)
 _Kind = TypeVar("_Kind")
@@ -30,16 +29,15 @@ _SIDE = 256  # rows and columns of the products between messages
 class Care(NamedTuple):
     """How long to measure."""
 
-    passes: int = 2  # over all that computes
-    rounds: int = 7
-    turn: float = 0.02  # seconds that one turn lasts at least
-    messages: tuple[int, ...] = (2**10, 2**14, 2**17, 2**20, 2**23, 2**25)
-    in_a_turn: int = 8  # messages, where computations are between them
-    lengths: int = 5  # of sequences at which attention is measured on CPUs, the shortest first
-    work: int = 3  # products between two, some milliseconds: the longer ranks compute, the further apart they come
+    rounds: int
+    seconds: float  # that one round lasts at least
+    messages: tuple[int, ...]  # bytes
+    in_a_round: int  # messages, where ranks compute between them
+    work: int  # products between two, some milliseconds: the longer ranks compute, the further apart they come
 
 
-BRIEF = Care(passes=1, rounds=3, turn=0.003, messages=(2**10, 2**17, 2**22), in_a_turn=3, lengths=3, work=2)
+CAREFUL = Care(9, 0.02, (2**10, 2**14, 2**17, 2**20, 2**23, 2**25), in_a_round=8, work=3)
+BRIEF = Care(3, 0.002, (2**10, 2**17, 2**21), in_a_round=3, work=2)
 
 
 def links(
@@ -58,17 +56,10 @@ def links(
     return {name: _rising([(float(size), seconds[name, size]) for size in care.messages]) for name in _COLLECTIVES}
 
 
-def posting(comm: Communicator, care: Care) -> float:
-    """Seconds of a rank's own time that it takes to begin to send or to receive what passes between stages."""
-    post = _Post(comm, *_messages(comm, care.messages[0]))
-    _usual(care, {"": post.one})
-    return statistics.median(post.calls) if post.calls else 0.0
-
-
-def together(name: str, of_ranks: list[Points]) -> Points:
+def of_ranks(name: str, measured: list[Points]) -> Points:
     """Of several ranks. Who comes first to a collective and waits is another each time; of a send, the receiver."""
     chosen = max if name == "send" else statistics.mean
-    return [(point[0][0], chosen([seconds for _, seconds in point])) for point in zip(*of_ranks, strict=True)]
+    return [(point[0][0], chosen([seconds for _, seconds in point])) for point in zip(*measured, strict=True)]
 
 
 def _rising(points: Points) -> Points:
@@ -91,7 +82,7 @@ def _usual(care: Care, kinds: dict[_Kind, Callable[[], float]]) -> dict[_Kind, f
     turns: dict[_Kind, list[float]] = {kind: [] for kind in kinds}
     for _ in range(1 + care.rounds):
         for kind, one in kinds.items():
-            turns[kind].append(statistics.mean(one() for _ in range(care.in_a_turn)))
+            turns[kind].append(statistics.mean(one() for _ in range(care.in_a_round)))
     return {kind: statistics.median(taken[1:]) for kind, taken in turns.items()}
 
 
@@ -131,7 +122,6 @@ class _Post:
         # One product more before a send than after it: the other waits by then, but has only just said so.
         self._after = [torch.randn(_SIDE, _SIDE) for _ in range(2)]
         self._before = [torch.randn(_SIDE, _SIDE) for _ in range(3)]
-        self.calls: list[float] = []  # seconds that sends and receives took to begin
 
     def one(self) -> float:
         """Seconds between a rank's sending and the other's having it; known to one of the two."""
@@ -142,28 +132,22 @@ class _Post:
     def _asked(self) -> float:
         _compute(self._before)
         start = time.perf_counter()
-        sent = self._begun(self._comm.isend, self._x)
+        sent = self._comm.isend(self._x, self._peer)
         _compute(self._after)
-        self._begun(self._comm.irecv, self._y).wait()
+        self._comm.irecv(self._y, self._peer).wait()
         taken = time.perf_counter() - start
         sent.wait()
         return (taken - self._y[0].item()) / 2
 
     def _answered(self) -> float:
-        self._begun(self._comm.irecv, self._y).wait()
+        self._comm.irecv(self._y, self._peer).wait()
         start = time.perf_counter()
         _compute(self._before)
         self._x[0] = time.perf_counter() - start
-        sent = self._begun(self._comm.isend, self._x)
+        sent = self._comm.isend(self._x, self._peer)
         _compute(self._after)
         sent.wait()
         return 0.0
-
-    def _begun(self, call: Callable[[torch.Tensor, int], Handle], tensor: torch.Tensor) -> Handle:
-        start = time.perf_counter()
-        handle = call(tensor, self._peer)
-        self.calls.append(time.perf_counter() - start)
-        return handle
 
 
 def _compute(weights: list[torch.Tensor]) -> None:

@@ -1,51 +1,96 @@
-"""Measures this machine: the figures of a Hardware file.
+"""This machine as a Hardware: measured by its ranks, all at the same time, and remembered in the user's cache folder.
 
-On a CPU, processes with one thread each measure at the same time, because that is how they will compute: they share
-memory bandwidth and caches. Where there are more ranks than cores, as many as there are cores do: those are the rates
-of a core, and the planner knows that the others take turns with them. On a GPU one process measures the device; links
-are those of the other ranks on this host, where there are several GPUs.
+On CPUs every rank has one thread and they measure together, because that is how they will compute. Where there are more
+ranks than cores, as many as there are cores do: those are the rates of a core, and the planner knows that the others
+take turns with them. Of a GPU one process measures the device; links are those between the job's ranks.
+
+The file's name has what the figures depend on: the device, torch, the backend, and the ranks of each host.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
 import statistics
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from unisono.comm.communicator import Communicator
-from unisono.planner.measure.attention import AttentionTimer
-from unisono.planner.measure.figures import Figures
-from unisono.planner.measure.links import Care, links, posting
-from unisono.planner.measure.links import together as of_ranks
-from unisono.planner.measure.ops import Clock
+from unisono.comm.rendezvous import world
+from unisono.errors import UsageError
+from unisono.launch.spawn import spawn
+from unisono.plan.hardware.spec import Curve, Hardware, Link
+from unisono.plan.hardware.toml import read_hardware, write_hardware
+from unisono.planner.measure.links import BRIEF, CAREFUL, Care, links, of_ranks
+from unisono.planner.measure.ops import Clock, Points
+
+HARDWARE = "UNISONO_HARDWARE"  # a hardware file, as `unisono bench hardware` writes it
+CACHE = "UNISONO_CACHE"  # the folder of measured hardware files; default: unisono in the user's cache folder
+
+Figures = dict[str, Any]  # what one rank has measured
 
 
-def measured(
-    comm: Communicator, device: torch.device, care: Care | None = None, *, with_dropout: bool = True
-) -> Figures:
-    """What one rank sees while all of them measure; of ranks that found no core, only what they see of links.
+def hardware_here(comm: Communicator, device: torch.device) -> Hardware:
+    """What this job runs on: the file that UNISONO_HARDWARE names, or what an earlier job with as many ranks measured
+    here, or what the ranks measure now, in a second or two. Every rank calls it and has the same answer."""
+    path = os.environ.get(HARDWARE)
+    if path:
+        return read_hardware(path)
+    file = _cache_file(comm, device)
+    known = comm.broadcast_object(_read(file) if comm.rank == 0 else None)
+    if known is None:
+        with torch.random.fork_rng([]):  # the user's random numbers are as if nothing had been measured
+            known = measured_by(comm, device, BRIEF)
+        if comm.rank == 0:
+            _write(file, known)
+    return known
 
-    with_dropout: as it is once a process has drawn for a while, for which it may have to compile."""
-    care = care or Care()
-    places = comm.all_gather_object(comm.local_rank) if comm.size > 1 else [0]
-    cores = usable_cores()
-    busy = [rank for rank, place in enumerate(places) if device.type == "cuda" or place < cores]
-    figures: Figures = {"links": {}, "cores": cores * places.count(0), "hosts": places.count(0)}
+
+def forget(comm: Communicator, device: torch.device) -> None:
+    """The next job measures again."""
+    if comm.rank == 0:
+        _cache_file(comm, device).unlink(missing_ok=True)
+
+
+def measure(ranks: int = 2, backend: str | None = None, brief: bool = False) -> Hardware:
+    """The same, carefully and in processes of its own: `unisono bench hardware`."""
+    found: Hardware = spawn(_on_rank, 1 if torch.cuda.is_available() else ranks, backend, (brief,))[0]
+    return found
+
+
+def _on_rank(brief: bool) -> Hardware:
+    torch.set_num_threads(1)
+    comm = world.init()
+    try:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return measured_by(comm, device, BRIEF if brief else CAREFUL)
+    finally:
+        world.shutdown()
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+def measured_by(comm: Communicator, device: torch.device, care: Care) -> Hardware:
+    """Every rank calls it and has the same answer."""
+    local_ranks = comm.all_gather_object(comm.local_rank) if comm.size > 1 else [0]
+    hosts, cores = local_ranks.count(0), usable_cores()
+    busy = [rank for rank, local in enumerate(local_ranks) if device.type == "cuda" or local < cores]
+    mine: Figures = {}
     if comm.rank in busy:
-        together = comm if len(busy) == comm.size else comm.subgroup(busy)
-        clock = Clock(together, device, care)
-        computing = _computing(clock, with_dropout)
-        for _ in range(0 if device.type == "cuda" else care.passes - 1):
-            computing = _better(computing, _computing(clock, with_dropout))
-        figures |= computing
+        group = comm if len(busy) == comm.size else comm.subgroup(busy)
+        mine = _computing(Clock(group, device, care.rounds, care.seconds))
     if comm.size > 1:
         comm.barrier()
-        clock = Clock(comm, device, care)
-        figures["links"] = links(comm, care, clock.time, len(busy) == comm.size)
-        if device.type != "cuda":
-            figures["post"] = posting(comm, care)
-    return figures
+        mine["links"] = links(comm, care, Clock(comm, device, care.rounds, care.seconds).time, len(busy) == comm.size)
+    figures = comm.all_gather_object(mine) if comm.size > 1 else [mine]
+    counted = [each for each in figures if "flops" in each]
+    return _hardware(counted, _joined(figures), device, comm.size, hosts, cores * hosts)
 
 
 def usable_cores() -> int:
@@ -53,62 +98,108 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _computing(clock: Clock, with_dropout: bool) -> Figures:
-    device = clock.device
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    figures: Figures = {"flops": {}}
-    for each in (torch.bfloat16, torch.float32) if device.type == "cuda" else (torch.float32,):
-        figures["flops"][str(each).removeprefix("torch.")] = clock.products(each)
-    if device.type != "cuda":
-        figures["backward"] = clock.products_of_backward(dtype)
-    if device.type == "cuda":
-        figures["attention"] = clock.attentions(dtype)
-        figures["attention_float32"] = clock.attentions(torch.float32)
-        figures["library"] = clock.library()
-    figures["bandwidth"] = clock.bandwidth()
-    figures["overhead"] = clock.overhead()
-    products = (*figures["flops"][str(dtype).removeprefix("torch.")], *figures.get("backward", ()))
-    figures["ops"] = clock.ops(dtype, with_dropout, max(rate for _, rate in products))
-    figures["optimizer"] = clock.optimizer()
-    if device.type != "cuda":
-        matrices = AttentionTimer(clock, dtype)
-        figures["matrices"] = {"attention": matrices.figures(dropout=0.0)}
-        if with_dropout:
-            figures["matrices"]["attention_dropout"] = matrices.figures(dropout=0.1)
-            figures["dropout"] = clock.dropout_overhead()
-    if device.type != "cuda":
-        figures["looped"] = clock.optimizer(foreach=False)
-    return figures
-
-
-def _better(one: Figures, other: Figures) -> Figures:
-    """Of two passes, some seconds apart: what else the machine does for a while only adds to what things take."""
-    chosen = dict(one)
-    for key in ("bandwidth", "optimizer", "looped"):
-        chosen[key] = max(one[key], other[key])
-    for key in ("overhead", *(key for key in ("dropout",) if key in one)):
-        chosen[key] = min(one[key], other[key])
-    chosen["matrices"] = {
-        kind: {key: list(map(min, points, other["matrices"][kind][key])) for key, points in of_kind.items()}
-        for kind, of_kind in one["matrices"].items()
+def _computing(clock: Clock) -> Figures:
+    dtypes = (torch.bfloat16, torch.float32) if clock.is_gpu else (torch.float32,)
+    return {
+        "flops": {str(dtype).removeprefix("torch."): clock.products(dtype) for dtype in dtypes},
+        "attention": clock.attentions(dtypes[0]),
+        "library": float(torch.cuda.memory_allocated()) if clock.is_gpu else 0.0,
+        "bandwidth": clock.bandwidth(),
+        "elementwise": clock.elementwise(dtypes[0]),
+        "overhead": clock.overhead(),
     }
-    chosen["backward"] = list(map(max, one["backward"], other["backward"]))
-    chosen["flops"] = {dtype: list(map(max, points, other["flops"][dtype])) for dtype, points in one["flops"].items()}
-    # A backward is timed together with its forward: of both, the pass in which they took less together.
-    chosen["ops"] = {
-        op: min(rates, other["ops"][op], key=lambda pair: 1 / pair[0] + 1 / pair[1]) for op, rates in one["ops"].items()
-    }
-    return chosen
 
 
-def merged(figures: list[Figures]) -> Figures:
-    """Of several ranks: the mean."""
-    if len(figures) == 1:
-        return figures[0]
-    together = dict(figures[0])
-    together["links"] = {
-        name: of_ranks(name, [each["links"][name] for each in figures]) for name in figures[0]["links"]
-    }
-    for key in ("bandwidth", "overhead", "optimizer", "looped", "step", "microbatch", "post"):
-        together[key] = statistics.mean([each[key] for each in figures if key in each] or [0.0])
-    return together
+def _joined(figures: list[Figures]) -> dict[str, Points]:
+    """Links, by the measurements of all ranks."""
+    measured = [each["links"] for each in figures if "links" in each]
+    return {name: of_ranks(name, [each[name] for each in measured]) for name in measured[0]} if measured else {}
+
+
+def _hardware(
+    figures: list[Figures], measured: dict[str, Points], device: torch.device, ranks: int, hosts: int, cores: int
+) -> Hardware:
+    first = figures[0]
+    is_gpu = device.type == "cuda"
+    main = "bfloat16" if is_gpu else "float32"
+    gpu = torch.cuda.get_device_properties(device) if is_gpu else None
+    bandwidth, elementwise, overhead = (
+        statistics.mean(each[key] for each in figures) for key in ("bandwidth", "elementwise", "overhead")
+    )
+    link = _link(measured, ranks)
+    peaks = {dtype: max(rate for _, rate in points) for dtype, points in first["flops"].items()}
+    return Hardware(
+        name=gpu.name if gpu else f"{ranks} ranks on {platform.machine()} cores",
+        devices_per_node=max(torch.cuda.device_count(), 1) if is_gpu else ranks,
+        cores=None if is_gpu else cores,
+        memory=float(gpu.total_memory) if gpu else _host_memory() * hosts / ranks,
+        memory_bandwidth=bandwidth,
+        memory_efficiency=min(elementwise / bandwidth, 1.0),
+        op_overhead=overhead,
+        asynchronous=is_gpu,
+        library_memory=first["library"],
+        overlap=0.8 if is_gpu else 0.0,  # on CPUs messages take the time of the cores that compute
+        dropout_mask=0.0 if is_gpu else 4.0,
+        flops=peaks,
+        matmul=_curve(first["flops"][main], peaks[main]),
+        attention=_curve(first["attention"], peaks[main]),
+        intra_node=link,
+        inter_node=Link(link.bandwidth, link.latency),  # not measured: as within the node
+    )
+
+
+def _link(measured: dict[str, Points], ranks: int) -> Link:
+    if not measured:
+        return Link(1e11, 1e-5)  # one rank: nothing is measured
+    small, large = measured["all_gather"][0], measured["all_gather"][-1]
+    bandwidth = (ranks - 1) / ranks * large[0] / max(large[1] - small[1], 1e-9)
+    curves = tuple((name, tuple(points)) for name, points in measured.items())
+    return Link(bandwidth, small[1] / (ranks - 1), curves, ranks)
+
+
+def _curve(points: Points, peak: float) -> Curve:
+    """(FLOPs of a call, FLOPs a second) as shares of the peak."""
+    return tuple((size, min(rate / peak, 1.0)) for size, rate in points)
+
+
+def _host_memory() -> float:
+    with open("/proc/meminfo") as file:
+        return float(file.readline().split()[1]) * 1024
+
+
+# ---- the cache -------------------------------------------------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    given = os.environ.get(CACHE)
+    if given:
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unisono"
+
+
+def _cache_file(comm: Communicator, device: torch.device) -> Path:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}x{usable_cores()}"
+    of_hosts = [comm.hosts.count(host) for host in dict.fromkeys(comm.hosts)]
+    depends_on = (name, platform.node(), torch.__version__, comm.backend, of_hosts, torch.get_num_threads())
+    key = hashlib.sha256(repr(depends_on).encode()).hexdigest()[:12]
+    return cache_folder() / f"hardware-{comm.backend}-{comm.size}-{key}.toml"
+
+
+def _read(file: Path) -> Hardware | None:
+    """None where there is none, or none that this version can read."""
+    try:
+        return read_hardware(file) if file.is_file() else None
+    except (UsageError, OSError):
+        return None
+
+
+def _write(file: Path, hardware: Hardware) -> None:
+    """At once, so that no other job reads half a file; a folder that cannot be written is no reason to stop."""
+    comment = f"Measured by a job with torch {torch.__version__}; delete the file to measure again."
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False) as temporary:
+            temporary.write(write_hardware(replace(hardware, source=""), comment))
+        os.replace(temporary.name, file)
+    except OSError:
+        pass

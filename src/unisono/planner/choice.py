@@ -1,0 +1,79 @@
+"""What is planned for, and what was chosen: a job, and a plan with its prediction and the race that it won."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from unisono.graph.program.program import Model
+from unisono.parallel.loss.loss import Loss
+from unisono.parallel.share import BatchDim
+from unisono.parallel.task import Task
+from unisono.plan.plan import Plan
+
+
+class Lap(NamedTuple):
+    """An entrant of a race (race.py)."""
+
+    plan: str
+    predicted: float | None  # seconds of a step
+    measured: float | None
+    reason: str = ""  # why there is no measurement
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan, and what is predicted of it."""
+
+    plan: Plan
+    seconds: float | None = None  # a step
+    memory: int | None = None  # bytes on the rank that needs most
+    memory_by_kind: dict[str, float] = field(default_factory=dict)  # on that rank
+    memory_by_stage: list[dict[str, float]] = field(default_factory=list)  # by kind, on each rank of the pipeline
+    why: list[tuple[str, str]] = field(default_factory=list)  # neighbours, and what each lacks
+    note: str = ""  # why nothing is predicted
+    reason: str = ""  # why it cannot run, as its replay showed
+    race: list[Lap] = field(default_factory=list)  # of all plans that took real steps
+
+    def about(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if name != "plan"}
+
+    def __str__(self) -> str:
+        if self.note:
+            return f"plan {self.plan} ({self.note})"
+        return "\n".join([self.summary(), *(f"  not {change}: {reason}" for change, reason in self.why)])
+
+    def summary(self) -> str:
+        """Without reasons: the plan with its prediction, and the table of the race."""
+        if self.note:
+            return str(self)
+        line = f"plan {self.plan}: {1000 * (self.seconds or 0):.1f} ms a step, {(self.memory or 0) / 2**20:.0f} MiB"
+        if not self.race:
+            return line
+        rows = [("plan", "predicted", "measured")]
+        for plan, predicted, measured, reason in self.race:
+            result = reason if measured is None else f"{1000 * measured:.1f} ms"
+            rows.append((plan, "" if predicted is None else f"{1000 * predicted:.1f} ms", result))
+        width = max(len(row[0]) for row in rows)
+        return "\n".join([line, *(f"  {plan:{width}}  {first:>10}  {second:>10}" for plan, first, second in rows)])
+
+
+@dataclass(frozen=True)
+class Job:
+    """What an engine trains."""
+
+    model: Model
+    loss: Loss
+    optimizer: Callable[[Any], Optimizer]
+    example: tuple[Any, Any]
+    rules: Any = None
+    batch_dim: BatchDim = 0
+
+    def task(self) -> Task:
+        model = self.model
+        build = model if not isinstance(model, torch.nn.Module) else lambda: model
+        return Task(build, self.loss, self.optimizer, lambda seed: self.example, self.rules, batch_dim=self.batch_dim)
