@@ -2,16 +2,15 @@
 
     python benchmarks/planner.py [--hardware here.toml] [--tasks gpt,mlp] [--steps 4] [--json out.json]
 
-For each task, every plan for two ranks on this machine (gloo, one thread each) that the task can run under is judged by
-the planner and then measured, and so is the plan that its search finds, if it is not among them. Processes have a few
-plans each: with all of them in one, the memory that a step gets is in pieces, as it is in no training. All processes
-come twice, the second time in reverse, so that what else the machine does falls on few plans only in part. After
-warm-up, plans take turns; in a turn a plan does a step that finds the caches as another plan left them, and then two
-that count. Its time is the median of those, each as long as its slowest rank. The planner does not see these times.
-Then the plans with the best predictions race, as for Engine(plan="auto"), in processes of their own. Three figures
-follow: how much slower than the fastest of all are the plan with the best prediction (at most 5%) and the winner of the
-race (at most 3%), and how far predicted step times are from the measured (at most 15%). Without --hardware the machine
-is measured first.
+For each task, every plan for two ranks on this machine (gloo, one thread each) that the task can run under is predicted
+by a replay, as `Engine(plan="auto")` does it, and then measured, in processes of their own. Processes have a few plans
+each: with all of them in one, the memory that a step gets is in pieces, as it is in no training. All processes come
+twice, the second time in reverse, so that other jobs on the machine disturb few plans only in part. After warm-up,
+plans take turns; in a turn a plan does a step that finds the caches as another plan left them, and then two that count.
+Its time is the median of those, each as long as its slowest rank. Before that, two ranks choose a plan as
+`Engine(plan="auto")` does, race included. Gates: the chosen plan is at most 3% slower than the fastest of all that were
+measured; predictions are within 15% for nine of ten plans, and within 25% for all. Without --hardware the machine is
+measured first.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,13 @@ import unisono as uni
 from unisono.errors import UsageError
 from unisono.mesh.random.draw import draw_fast
 from unisono.plan.hardware.spec import Hardware
-from unisono.plan.hardware.toml import read_hardware
+from unisono.plan.hardware.toml import read_hardware, write_hardware
 from unisono.plan.plan import Plan
-from unisono.planner.auto import Choice, Job
-from unisono.planner.measure.thorough import measure
+from unisono.planner.auto import choose
+from unisono.planner.choice import Choice, Job
+from unisono.planner.measure.machine import HARDWARE, measure
 from unisono.planner.planner import Planner
-from unisono.planner.race import ENTRANTS, race
+from unisono.planner.replay import replay
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from gpt import GPT, Config
@@ -53,7 +54,8 @@ RANKS = 2
 WARM_UP = 1
 COUNTED = 2  # steps of a turn
 TOGETHER = 4  # plans of a process
-REGRET, RACED, ERROR = 0.05, 0.03, 0.15
+REGRET = 0.03
+ERROR, MOST, ALL = 0.15, 0.9, 0.25  # predictions: within ERROR for MOST plans, and within ALL for all
 
 
 def _adam(parameters: Any) -> torch.optim.Optimizer:
@@ -147,17 +149,27 @@ def plans() -> list[Plan]:
 # ---- on the ranks ----------------------------------------------------------------------------------------------------
 
 
-def raced(name: str, predicted: dict[str, float]) -> str:
-    """The winner of a race between plans with these predictions."""
+def _job(name: str) -> Job:
+    task = TASKS[name]
+    return Job(task.model, task.loss, task.optimizer, task.batch(0), task.rules)
+
+
+def chosen(name: str) -> Choice:
+    """As Engine(plan="auto") chooses."""
     torch.set_num_threads(1)
     draw_fast()
-    comm = uni.init()
-    task = TASKS[name]
-    job = Job(task.model, task.loss, task.optimizer, task.batch(0), task.rules)
-    choices = [Choice(Plan.parse(text), seconds) for text, seconds in predicted.items()]
-    winner = race(choices, job, comm, torch.device("cpu"), {})
+    choice = choose(_job(name), uni.init(), torch.device("cpu"), {})
     uni.shutdown()
-    return str(winner.plan)
+    return choice
+
+
+def predicted(name: str, texts: list[str], hardware: Hardware) -> dict[str, float]:
+    """Seconds by replays."""
+    torch.set_num_threads(1)
+    draw_fast()
+    found = replay([Plan.parse(text) for text in texts], _job(name), uni.init(), torch.device("cpu"), hardware, {})
+    uni.shutdown()
+    return {text: each.seconds for text, each in zip(texts, found, strict=True) if each.seconds is not None}
 
 
 def timed(name: str, texts: list[str], steps: int) -> dict[str, list[float]]:
@@ -205,45 +217,31 @@ def measured(name: str, texts: list[str], steps: int) -> dict[str, float]:
 
 
 def judge(name: str, hardware: Hardware, steps: int) -> dict[str, Any]:
-    planner = Planner(TASKS[name], hardware)
-    search = planner.search(RANKS)
-    allowed = [plan for plan in plans() if search.refusal(plan) is None]
-    entrants = {str(each.plan): each.seconds for each in search.run(top=ENTRANTS).candidates}
-    winner = uni.spawn(raced, RANKS, "gloo", (name, entrants))[0]
-    best = Plan.parse(next(iter(entrants)))
-    judged = dict.fromkeys([*allowed, best, Plan.parse(winner)])
-    predicted = {str(plan): search.judged(plan, played=True).seconds for plan in judged}
-    took = measured(name, list(predicted), steps)
-    ranked = sorted(took, key=lambda text: predicted[text])
-    chosen, fastest = str(best), min(took, key=lambda text: took[text])
+    search = Planner(TASKS[name], hardware).search(RANKS)
+    choice = uni.spawn(chosen, RANKS, "gloo", (name,))[0]
+    raced = [lap.plan for lap in choice.race if lap.measured is not None]
+    texts = list(dict.fromkeys([*(str(plan) for plan in plans() if search.refusal(plan) is None), *raced]))
+    groups = [texts[first : first + TOGETHER] for first in range(0, len(texts), TOGETHER)]
+    foretold: dict[str, float] = {}
+    for group in groups:
+        foretold |= uni.spawn(predicted, RANKS, "gloo", (name, group, hardware))[0]
+    took = measured(name, list(foretold), steps)
+    fastest = min(took, key=lambda text: took[text])
     return {
         "task": name,
-        "plans": {text: {"predicted": predicted[text], "measured": took[text]} for text in ranked},
-        "chosen": chosen,
+        "plans": {
+            text: {"predicted": foretold[text], "measured": took[text]}
+            for text in sorted(took, key=foretold.__getitem__)
+        },
+        "chosen": str(choice.plan),
         "fastest": fastest,
-        "raced": winner,
-        "regret": took[chosen] / took[fastest] - 1,
-        "raced_regret": took[winner] / took[fastest] - 1,
-        "error": predicted[chosen] / took[chosen] - 1,
-        "median_error": statistics.median(abs(predicted[text] / took[text] - 1) for text in took),
+        "regret": took[str(choice.plan)] / took[fastest] - 1,
+        "median_error": statistics.median(abs(foretold[text] / took[text] - 1) for text in took),
     }
 
 
 def show(results: list[dict[str, Any]]) -> None:
-    console = Console(highlight=False)
-    table = Table(
-        "task",
-        "plans",
-        "best predicted",
-        "fastest",
-        "slower by",
-        "raced",
-        "slower by",
-        "predicted",
-        "measured",
-        "error",
-        "median error",
-    )
+    table = Table("task", "plans", "chosen", "fastest", "slower by", "predicted", "measured", "error", "median error")
     for each in results:
         times = each["plans"][each["chosen"]]
         table.add_row(
@@ -252,14 +250,12 @@ def show(results: list[dict[str, Any]]) -> None:
             each["chosen"],
             each["fastest"],
             f"{each['regret']:.1%}",
-            each["raced"],
-            f"{each['raced_regret']:.1%}",
             f"{times['predicted'] * 1e3:.1f} ms",
             f"{times['measured'] * 1e3:.1f} ms",
-            f"{each['error']:+.0%}",
+            f"{times['predicted'] / times['measured'] - 1:+.0%}",
             f"{each['median_error']:.0%}",
         )
-    console.print(table)
+    Console(highlight=False).print(table)
 
 
 def main() -> int:
@@ -269,36 +265,47 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=4, help="turns of every plan, each time")
     parser.add_argument("--verbose", action="store_true", help="show every plan")
     parser.add_argument("--json", type=Path)
-    chosen = parser.parse_args()
-    unknown = [name for name in chosen.tasks.split(",") if name not in TASKS]
-    if unknown or chosen.steps < 1:
+    options = parser.parse_args()
+    unknown = [name for name in options.tasks.split(",") if name not in TASKS]
+    if unknown or options.steps < 1:
         parser.error(f"--tasks takes {', '.join(TASKS)}, and --steps at least 1")
-    if chosen.hardware is None:
+    if options.hardware is None:
         hardware = measure(RANKS, "gloo")
     else:
-        hardware = read_hardware(chosen.hardware)
+        hardware = read_hardware(options.hardware)
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write(write_hardware(hardware))
+        file.flush()
+        os.environ[HARDWARE] = file.name  # for ranks that choose
+        return _run(options, hardware)
+
+
+def _run(options: argparse.Namespace, hardware: Hardware) -> int:
     results = []
-    for name in chosen.tasks.split(","):
-        results.append(judge(name, hardware, chosen.steps))
-        if chosen.verbose:
+    for name in options.tasks.split(","):
+        results.append(judge(name, hardware, options.steps))
+        if options.verbose:
             print(name, flush=True)
             for text, times in results[-1]["plans"].items():
                 print(f"  {text:50} {times['predicted'] * 1e3:9.1f} {times['measured'] * 1e3:9.1f}", flush=True)
-        if chosen.json is not None:
-            chosen.json.write_text(json.dumps(results, indent=1) + "\n")
+        if options.json is not None:
+            options.json.write_text(json.dumps(results, indent=1) + "\n")
     show(results)
-    late = [each["task"] for each in results if each["regret"] > REGRET or each["raced_regret"] > RACED]
+    late = [each["task"] for each in results if each["regret"] > REGRET]
     errors = {
         f"{text} of {each['task']}": times["predicted"] / times["measured"] - 1
         for each in results
         for text, times in each["plans"].items()
     }
-    wrong = [f"{plan} ({error:+.0%})" for plan, error in errors.items() if abs(error) > ERROR]
+    wrong = {plan: error for plan, error in errors.items() if abs(error) > ERROR}
     rms = statistics.fmean(error**2 for error in errors.values()) ** 0.5
-    print(f"prediction's choice more than {REGRET:.0%} slower, or the race's {RACED:.0%}: {', '.join(late) or 'none'}")
+    within = 1 - len(wrong) / len(errors)
+    print(f"chosen plan more than {REGRET:.0%} slower than the fastest: {', '.join(late) or 'none'}")
     print(f"{len(errors)} plans, rms error {rms:.1%}, median {statistics.median(errors.values()):+.1%}")
-    print(f"prediction more than {ERROR:.0%} off: {', '.join(wrong) or 'none'}")
-    return 1 if late or wrong else 0
+    print(
+        f"within {ERROR:.0%}: {within:.1%}; off: {', '.join(f'{plan} ({e:+.0%})' for plan, e in wrong.items()) or 'none'}"
+    )
+    return 1 if late or within < MOST or any(abs(error) > ALL for error in errors.values()) else 0
 
 
 if __name__ == "__main__":

@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 from unisono.errors import UsageError
-from unisono.plan.cost.op_time import OpTimer
 from unisono.plan.format import shortfall
-from unisono.plan.hardware.spec import AttentionTime
 from unisono.plan.hardware.toml import read_hardware
 from unisono.plan.plan import Plan
-from unisono.plan.profile.model_profile import ModelProfile, OpCost, Segment, Setting, Weight
+from unisono.plan.profile.model_profile import ModelProfile, OpCost, Segment, Weight
 from unisono.plan.search.balance import balanced, quickly_balanced
 from unisono.plan.search.neighbours import neighbours
 from unisono.plan.search.search import Search, choose
@@ -160,24 +158,6 @@ def test_ranks_take_turns_on_cores() -> None:
     assert sharing.judged(busy, played=True).seconds > 1.5 * apart.judged(busy, played=True).seconds
 
 
-def test_an_optimizer_that_torch_steps_op_by_op_takes_longer() -> None:
-    job = profile(layers=4, width=1024, batch=8)
-    hardware = replace(H100, asynchronous=False, optimizer_rate=1e10, looped_optimizer_rate=5e9)
-    looped = replace(job, optimizer=replace(job.optimizer, is_looped=True))
-    quick, slow = (Search(each, 2, hardware).judged(Plan(dp=2)).duration.optimizer for each in (job, looped))
-    assert slow == pytest.approx(2 * quick)
-
-
-def test_ops_reach_a_share_of_their_rates_in_a_step() -> None:
-    job = profile(layers=4, width=1024, batch=8)
-    alone = replace(H100, asynchronous=False, op_overhead=0.0)
-    one, other = (Search(job, 2, each).judged(Plan(dp=2)).duration for each in (alone, replace(alone, together=0.8)))
-    assert other.compute == pytest.approx(one.compute / 0.8)
-    slow = replace(alone, op_overhead=1e-3)  # what an op takes beside its work is known from steps
-    late, later = (Search(job, 2, each).judged(Plan(dp=2)).duration for each in (slow, replace(slow, together=0.8)))
-    assert later.compute - other.compute == pytest.approx(late.compute - one.compute)
-
-
 def test_a_ring_costs_its_hops_and_its_visits() -> None:
     """Keys and values make P - 1 hops forward and again backward, and as many what others add to their gradients."""
     job = profile(layers=4, width=1024, batch=8)
@@ -192,37 +172,6 @@ def test_a_ring_costs_its_hops_and_its_visits() -> None:
         assert called.compute - search.judged(plan).duration.compute >= 4 * ranks * 50e-6
 
 
-def test_a_ring_attends_to_halves_where_no_query_looks_ahead() -> None:
-    """Of two ranks each has the half of the queries: their own keys, and of the other's keys half as many pairs."""
-    curve = ((256.0, 256e-8), (65536.0, 65536e-8))
-    hardware = replace(H100, asynchronous=False, op_overhead=0.0, together=1.0, attention_times={})
-    known = replace(hardware, attention_times={"attention": AttentionTime((1e-3, 2e-3), curve, curve)})
-    for causal, pairs in ((True, 0.25 + 0.125), (False, 0.5)):
-        work = OpCost("core", "attention", flops=4.0 * 32 * 4 * 128**2, heads=4, matrix=128.0**2, is_causal=causal)
-        segment = Segment((work,), (), (), ())
-        setting = Setting.of(Plan(cp=2), 8)
-        op_timer = OpTimer(known, "float32")
-        plain, more = op_timer.op(replace(work, is_sharded=True), segment, setting), op_timer.ring(work, setting)
-        assert plain.forward + more.forward == pytest.approx(1e-3 + 8 * 4 * pairs * 128**2 * 1e-8)
-        assert plain.inputs + more.inputs == pytest.approx(2e-3 + 8 * 4 * pairs * 128**2 * 1e-8)
-        assert OpTimer(hardware, "float32").ring(work, setting) == (0, 0, 0, 0, 0)
-
-
-def test_products_of_few_rows_take_as_long_as_their_weights_do() -> None:
-    """... however few they are; with many rows computing hides it."""
-    job = profile(layers=4, width=1024, batch=64)
-    hidden = replace(H100, asynchronous=False)
-    shown = replace(hidden, rates=hidden.rates | {"weights": (1e9, 5e8)})
-    weights = 4 * 24.0 * 1024**2 / 4
-    thin = Plan(tp=4, microbatches=64)
-    one, other = (Search(job, 4, each).judged(thin, played=True).duration.compute for each in (hidden, shown))
-    seconds = weights / 1e9 + weights / 5e8
-    assert 0.9 * seconds < (other - one) / 64 < seconds
-    slow = [replace(each, flops={"bfloat16": 1e9}) for each in (hidden, shown)]
-    alike = [Search(job, 1, each).judged(Plan()).duration.compute for each in slow]
-    assert alike[1] == pytest.approx(alike[0], rel=0.05)
-
-
 def test_zero_copies_rows_and_its_third_stage_sends_block_by_block() -> None:
     """... twice gathered and once scattered for each microbatch: as many messages as there are blocks, and the root."""
     job = profile(layers=4, width=1024, batch=8)
@@ -233,64 +182,13 @@ def test_zero_copies_rows_and_its_third_stage_sends_block_by_block() -> None:
     for plan, messages, copied in (
         (Plan(dp=2, zero=1), 2, 2 + 3),
         (Plan(dp=2, zero=2, microbatches=2), 3, 2 * 2 + 3),
-        (Plan(dp=2, zero=3, microbatches=2), 2 * 3 * (4 + 1), 0),
+        (Plan(dp=2, zero=3, microbatches=2), 2 * 3 * (4 + 1), 2 * (2 * 3 + 2)),
     ):
         travel = Search(job, 2, timed).judged(plan).duration.gradients
         assert travel == pytest.approx(messages * 1e-3)
-        slow = Search(job, 2, replace(timed, piece_rate=1e9)).judged(plan).duration.gradients
-        assert slow - travel == pytest.approx(copied * size / 1e9)
-    anew = Search(job, 2, replace(timed, unit_rate=1e9)).judged(Plan(dp=2, zero=3, microbatches=2))
-    assert anew.duration.gradients - travel == pytest.approx(2 * (2 * 3 + 2) * size / 1e9)
-    behind_work = Search(job, 2, replace(timed, flops={"bfloat16": 1e9})).judged(Plan(dp=2, zero=3, microbatches=2))
-    assert behind_work.duration.gradients == pytest.approx(
-        travel - 0.5 * 2 * 3 * 4 * 1e-3
-    )  # all but the first wait less
-
-
-def test_files_from_before_zeros_copies_were_measured_still_do() -> None:
-    job = profile(layers=4, width=1024, batch=8)
-    old = replace(H100, asynchronous=False, overlap=0.0, rates={"reshape": (1e9, 1e9)})
-    new = replace(old, unit_rate=1e9, piece_rate=H100.memory_bandwidth * H100.memory_efficiency)
-    gpu = replace(old, rates={"rows": (3e9, 3e9)})
-    for plan in (Plan(dp=2, zero=1), Plan(dp=2, zero=3)):
-        one, other = (Search(job, 2, each).judged(plan).seconds for each in (old, new))
-        assert one == pytest.approx(other)
-        with_rows, known = (
-            Search(job, 2, e).judged(plan).seconds for e in (gpu, replace(new, unit_rate=3e9, piece_rate=3e9))
-        )
-        assert with_rows == pytest.approx(known)
-
-
-def test_halves_of_a_backward_cost_each_layer_a_start() -> None:
-    """... on all stages but the first, whose inputs nobody waits for; whole backwards have none of it."""
-    job = profile(layers=4, width=1024, batch=8)
-    quick = replace(H100, asynchronous=False)
-    slow = replace(quick, split_overhead=10.0)
-    for schedule, layers in (("1f1b", 0), ("zb1p", 2 * 2 + 1)):  # of the last stage: two blocks, and the head
-        plan = Plan(pp=2, microbatches=4, schedule=schedule, boundaries=(0, 2))
-        one, other = (Search(job, 2, each).judged(plan, played=True).duration.total for each in (quick, slow))
-        assert other - one == pytest.approx(4 * layers * 10.0, abs=0.1)
-
-
-def test_a_stage_costs_its_way_in_and_its_messages_a_beginning() -> None:
-    """... of the ranks' own time: a stage for each forward, a message at each end; the last stage has the loss too."""
-    job = profile(layers=4, width=1024, batch=8)
-    quick = replace(H100, asynchronous=False, microbatch_overhead=0.0)
-    for schedule, chunks, ends in (("1f1b", 1, 1), ("interleaved", 2, 3), ("zbv", 2, 2)):
-        plan = Plan(pp=2, microbatches=8, schedule=schedule, chunks=chunks)
-        search = Search(job, 2, quick)
-        staged, posted = (Search(job, 2, replace(quick, **{key: 10.0})) for key in ("stage_overhead", "post_overhead"))
-        stages = search.stages(plan)
-        plain, with_stages, with_posts = (each.time.stage_costs(plan, stages) for each in (search, staged, posted))
-        assert all(b.forward - a.forward == pytest.approx(10) for a, b in zip(plain, with_stages, strict=True))
-        of_first = [
-            b.both - a.both for a, b, rank in zip(plain, with_posts, stages.placement, strict=True) if rank == 0
-        ]
-        assert sum(of_first) == pytest.approx(2 * ends * 10.0)
-        assert search.judged(plan, played=True).seconds < posted.judged(plan, played=True).seconds
-    lossy = Search(job, 2, replace(quick, stage_overhead=1.0, microbatch_overhead=4.0))
-    costs = lossy.time.stage_costs(Plan(pp=2, microbatches=8), lossy.stages(Plan(pp=2, microbatches=8)))
-    assert [round(cost.forward) for cost in costs] == [1 + 2, 1 + 2 + 4]
+        slow = Search(job, 2, replace(timed, memory_bandwidth=1e9, memory_efficiency=1.0)).judged(plan)
+        added = 3 / 2 * (plan.microbatches - 1) if plan.zero > 1 else 0.0  # to the shard of the microbatches before
+        assert slow.duration.gradients - travel == pytest.approx((copied + added) * size / 1e9)
 
 
 def test_a_first_stage_is_played_with_its_backward_whole() -> None:
@@ -304,15 +202,13 @@ def test_a_first_stage_is_played_with_its_backward_whole() -> None:
     assert search.time._played(plan, search.stages(plan), costs) == pytest.approx(quick)
 
 
-def test_ulysses_costs_two_exchanges_each_way_and_the_copies_around_them() -> None:
+def test_ulysses_costs_two_all_to_alls_each_way() -> None:
     job = profile(layers=4, width=1024, batch=8)
     still = replace(H100, asynchronous=False, op_overhead=0.0)
     curve = ((1.0, 1e-3), (1e12, 1e-3))
     timed = replace(still, intra_node=replace(still.intra_node, ranks=2, measured=(("all_to_all", curve),)))
     plan = Plan(cp=2, context="ulysses")
     assert Search(job, 2, timed).judged(plan).duration.tensor == pytest.approx(4 * 4 * 1e-3)
-    called = Search(job, 2, replace(timed, op_overhead=1e-6)).judged(plan).duration
-    assert called.compute - Search(job, 2, timed).judged(plan).duration.compute >= 4 * 80e-6
 
 
 def test_neighbours_divide_the_devices_and_keep_microbatches_or_their_size() -> None:
@@ -327,7 +223,9 @@ def test_neighbours_divide_the_devices_and_keep_microbatches_or_their_size() -> 
 
 def test_no_neighbour_is_faster_than_the_best() -> None:
     """One sample: a pipeline's ranks wait for each other, less where the halves of a backward are apart."""
-    search = Search(profile(layers=4, width=1024, batch=1), 2, H100, lambda plan: "no tp" if plan.tp > 1 else None)
+    search = Search(
+        profile(layers=4, width=1024, batch=1), 2, H100, lambda plan: "no" if plan.tp * plan.cp > 1 else None
+    )
     best = search.run(5).best
     assert best.plan.pp == 2
     assert all(each.seconds is None or each.seconds > best.seconds * 0.995 for each in why_not(search, best))

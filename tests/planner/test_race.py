@@ -21,7 +21,7 @@ from tests.ranks import RankPool
 from unisono.launch import environment
 from unisono.plan.hardware.spec import Link
 from unisono.plan.hardware.toml import read_hardware, write_hardware
-from unisono.planner.auto import HARDWARE
+from unisono.planner.measure.machine import HARDWARE
 
 ROWS, WIDTH = 8, 16
 
@@ -66,8 +66,8 @@ def _engine(plan: str, model: Any = Blocks, **more: Any) -> uni.Engine:
 
 @pytest.fixture(scope="module")
 def wrong(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A machine that computes a thousand times slower than any, and communicates in no time."""
-    link = Link(1e15, 0.0)
+    """A machine that computes a thousand times slower than any, and whose messages take a second."""
+    link = Link(1e15, 1.0)
     hardware = replace(
         read_hardware("h100"), flops={"float32": 1e8}, memory_bandwidth=1e8, intra_node=link, inter_node=link
     )
@@ -104,7 +104,7 @@ def test_the_measured_fastest_trains_as_if_it_had_been_given(
     assert 3 <= len(choice.race) <= 5
     measured = {lap.plan: lap.measured for lap in choice.race if lap.measured is not None}
     assert str(choice.plan) == min(measured, key=lambda plan: measured[plan])
-    assert all(lap.predicted > 10 * (lap.measured or 0) for lap in choice.race)  # the description is wrong
+    assert all((lap.predicted or 0) > 5 * (lap.measured or 0) for lap in choice.race)  # the description is wrong
     assert [line.split()[0] for line in choice.summary().splitlines()[2:]] == [lap.plan for lap in choice.race]
     for rank in (first, second):
         assert rank["raced"] == rank["direct"]  # losses, and the user's random numbers, bit for bit

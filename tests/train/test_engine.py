@@ -24,7 +24,7 @@ from tests.ranks import RankPool
 from tests.train import stores
 from unisono.errors import CheckpointError, UnisonoError, UsageError
 from unisono.launch import environment
-from unisono.planner.auto import HARDWARE
+from unisono.planner.measure.machine import HARDWARE
 from unisono.train.fit import NonFiniteLoss
 from unisono.train.telemetry.straggler import straggler_message
 

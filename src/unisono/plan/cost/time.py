@@ -137,7 +137,7 @@ class TimeModel:
         attentions = sum(work.is_core for work in segment.ops)
         hidden = self.profile.hidden * setting.rows / setting.cp / setting.tp
         if plan.context == "ulysses":
-            forward = attentions * 4 * ranks.all_to_all(hidden)
+            forward = attentions * (ranks.all_to_all(3 * hidden) + ranks.all_to_all(hidden))
             return StageCost(forward, forward, 0.0, 2 * forward, attentions * 8 * hidden)
         hop = attentions * ranks.exchange(2 * hidden)
         forward, backward = (ranks.ranks - 1) * hop, 2 * (ranks.ranks - 1) * hop
