@@ -255,7 +255,7 @@ def show(results: list[dict[str, Any]]) -> None:
             f"{times['predicted'] / times['measured'] - 1:+.0%}",
             f"{each['median_error']:.0%}",
         )
-    Console(highlight=False).print(table)
+    Console(highlight=False, width=140).print(table)
 
 
 def main() -> int:
@@ -302,9 +302,8 @@ def _run(options: argparse.Namespace, hardware: Hardware) -> int:
     within = 1 - len(wrong) / len(errors)
     print(f"chosen plan more than {REGRET:.0%} slower than the fastest: {', '.join(late) or 'none'}")
     print(f"{len(errors)} plans, rms error {rms:.1%}, median {statistics.median(errors.values()):+.1%}")
-    print(
-        f"within {ERROR:.0%}: {within:.1%}; off: {', '.join(f'{plan} ({e:+.0%})' for plan, e in wrong.items()) or 'none'}"
-    )
+    off = ", ".join(f"{plan} ({error:+.0%})" for plan, error in wrong.items())
+    print(f"within {ERROR:.0%}: {within:.1%}; off: {off or 'none'}")
     return 1 if late or within < MOST or any(abs(error) > ALL for error in errors.values()) else 0
 
 
