@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from tests.mpi_ranks import MPIEXEC
 from tests.ranks import RankPool
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What jobs measure of this machine is shared by a run of the suite, and stays out of the user's cache.
+os.environ.setdefault("UNISONO_CACHE", tempfile.mkdtemp(prefix="unisono-cache-"))
 # The cases that hypothesis draws are the same in every run, and may take as long as a busy machine needs.
 settings.register_profile(
     "same everywhere", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
