@@ -42,7 +42,7 @@ def test_messages_take_what_links_take() -> None:
         ("all_to_all", 10**6, 1e-3 + 0.5),
     ):
         assert message_seconds(Message(op, (0, 1), size), machine) == pytest.approx(seconds), op
-    assert message_seconds(Message("send", (1,), 10**6), machine) == pytest.approx(1e-3 + 1.0)
+    assert message_seconds(Message("send", (0, 1), 10**6), machine) == pytest.approx(1e-3 + 1.0)
 
 
 def test_the_slowest_rank_and_its_messages_make_the_step() -> None:
@@ -60,9 +60,15 @@ def test_the_slowest_rank_and_its_messages_make_the_step() -> None:
 def test_a_pipeline_is_played_with_the_times_of_its_actions() -> None:
     """Two stages of 1 s forward and 2 s backward, four microbatches: 12 s of work, a bubble of 3, and 0.5 s outside."""
     order = schedule("1f1b", 2, 4)
-    sent = Message("send", (1,), 10**3)
     ranks = [
-        RankReplay(12.5, Counter({sent: 4}), (), order, (0, 1), {("F", stage): 1.0, ("B", stage): 2.0})
+        RankReplay(
+            12.5,
+            Counter({Message("send", (stage, 1 - stage), 10**3): 4}),
+            (),
+            order,
+            (0, 1),
+            {("F", stage): 1.0, ("B", stage): 2.0},
+        )
         for stage in range(2)
     ]
     still = replace(_machine(), intra_node=Link(1e30, 0.0))

@@ -48,7 +48,8 @@ Found = TypeVar("Found")
 
 
 class Message(NamedTuple):
-    """An operation of a communicator: its name, the ranks that take part, and this rank's bytes."""
+    """An operation of a communicator: its name, the ranks that take part (of a send, from and to), and this rank's
+    bytes."""
 
     op: str
     ranks: tuple[int, ...]
@@ -94,7 +95,7 @@ def replay_rank(plan: Plan, rank: int, job: Job, device: torch.device, options: 
     found = RankReplay()
     with simulated_trainer(fresh(job, device).task(), plan, rank, cloned(job.example), options) as trainer:
         timed_step(trainer, job.example, device)  # makes the optimizer's state
-        with traffic.counted(partial(_note, found)):
+        with traffic.counted(partial(_note, found, rank)):
             first = timed_step(trainer, job.example, device)
         found.replicas = trainer.mesh.comm(*DATA).ranks if trainer.mesh.size(*DATA) > 1 else ()
         if trainer.pipeline is not None:
@@ -108,10 +109,11 @@ def replay_rank(plan: Plan, rank: int, job: Job, device: torch.device, options: 
     return found
 
 
-def _note(found: RankReplay, record: traffic.CommRecord) -> None:
-    if len(record.ranks) > 1 or record.op == "send":
+def _note(found: RankReplay, rank: int, record: traffic.CommRecord) -> None:
+    ranks = (rank, *record.ranks) if record.op == "send" else record.ranks
+    if len(ranks) > 1:
         size = 0 if record.tensor is None else record.tensor.numel() * record.tensor.element_size()
-        found.messages[Message(record.op, record.ranks, size)] += 1
+        found.messages[Message(record.op, ranks, size)] += 1
 
 
 @contextlib.contextmanager
@@ -154,9 +156,13 @@ def _within(rank: RankReplay, hardware: Hardware) -> float:
     others = {
         message: count
         for message, count in rank.messages.items()
-        if message.ranks != rank.replicas and not (message.op == "send" and message.ranks[0] in rank.neighbours)
+        if message.ranks != rank.replicas and not _is_between_stages(message, rank)
     }
     return sum(count * message_seconds(message, hardware) for message, count in others.items())
+
+
+def _is_between_stages(message: Message, rank: RankReplay) -> bool:
+    return message.op == "send" and message.ranks[1] in rank.neighbours
 
 
 def _exposed(rank: RankReplay, hardware: Hardware) -> float:
@@ -183,7 +189,7 @@ def _pipeline_seconds(of_ranks: Sequence[RankReplay], schedule: Schedule, hardwa
     stages = range(len(schedule.placement))
     split = [actions.get(("I", stage), 0.0) + actions.get(("W", stage), 0.0) for stage in stages]
     backward = [actions.get(("B", stage), split[stage]) for stage in stages]
-    sends = [m for rank in of_ranks for m in rank.messages if m.op == "send" and m.ranks[0] in rank.neighbours]
+    sends = [message for rank in of_ranks for message in rank.messages if _is_between_stages(message, rank)]
     costs = Costs(
         forward=[actions[("F", stage)] for stage in stages],
         backward=backward,
@@ -198,10 +204,10 @@ def _pipeline_seconds(of_ranks: Sequence[RankReplay], schedule: Schedule, hardwa
 
 
 def message_seconds(message: Message, hardware: Hardware) -> float:
-    if message.op == "send":
-        return group_of(hardware, (message.ranks[0] ^ 1, message.ranks[0])).exchange(message.size)
     ranks = group_of(hardware, message.ranks)
     match message.op:
+        case "send":
+            return ranks.exchange(message.size)
         case "all_gather" | "all_gather_into":
             return ranks.all_gather(message.size * ranks.ranks)
         case "reduce_scatter":

@@ -18,6 +18,8 @@ from math import log2
 from unisono.plan.hardware.spec import Curve, Hardware, Link, seconds_at
 from unisono.plan.plan import AXES, Plan
 
+_BETWEEN_TWO = ("send", "exchange")  # whose time does not depend on the number of ranks
+
 
 @dataclass(frozen=True)
 class Group:
@@ -96,7 +98,7 @@ def group_of(hardware: Hardware, ranks: tuple[int, ...]) -> Group:
 def _linked(intra: Link, inter: Link, ranks: int, together: int) -> Group:
     """So many ranks, of which `together` are on one node."""
     if together == ranks:
-        measured = intra.measured if ranks == intra.ranks else ()
+        measured = tuple(each for each in intra.measured if ranks == intra.ranks or each[0] in _BETWEEN_TWO)
         return Group(ranks, intra.bandwidth, (ranks - 1) * intra.latency, False, measured)
     bandwidth = min(intra.bandwidth, inter.bandwidth * together)
     steps = max(1.0, log2(ranks / together)) if ranks > 1 else 0.0
