@@ -44,10 +44,10 @@ def children(pid: int) -> list[int]:
         return []
 
 
-def digest_of(said: str) -> str:
-    found = re.search(r"step \d+ done: (\w+)", said)
+def digest_of(output: str) -> str:
+    found = re.search(r"step \d+ done: (\w+)", output)
     if not found:
-        raise SystemExit(f"a job did not come to its end:\n{said[-3000:]}")
+        raise SystemExit(f"a job did not come to its end:\n{output[-3000:]}")
     return found[1]
 
 
@@ -87,15 +87,15 @@ def main() -> None:
             folder = place / f"job{jobs}"
             job = start(folder, chosen.plan, chosen.steps, chosen.ranks)
             here = disturb(job, chosen.kills - killed, chance)
-            said = job.communicate()[0]
-            killed, jobs, lost = killed + here, jobs + 1, lost + (digest_of(said) != wanted)
+            output = job.communicate()[0]
+            killed, jobs, lost = killed + here, jobs + 1, lost + (digest_of(output) != wanted)
             starts = json.loads((folder / "run.json").read_text())["starts"]
-            counted["restarts"] += said.count("restart ")
+            counted["restarts"] += output.count("restart ")
             counted["resumed from a checkpoint"] += sum(each["first_step"] > 0 for each in starts)
-            counted["passed over a damaged checkpoint"] += said.count("is damaged")
+            counted["passed over a damaged checkpoint"] += output.count("is damaged")
             steps = [json.loads(line)["step"] for line in (folder / "steps.jsonl").read_text().splitlines()]
             repeated += len(steps) - len(set(steps))
-            print(f"job {jobs}: {here} kills, state {digest_of(said)}", flush=True)
+            print(f"job {jobs}: {here} kills, state {digest_of(output)}", flush=True)
         print(f"{killed} kills in {jobs} jobs; {', '.join(f'{name}: {count}' for name, count in counted.items())}")
         print(f"in {time.monotonic() - began:.0f} s, the undisturbed job included")
         print(f"lost: {lost} of {jobs} jobs differ from the undisturbed one; {repeated} steps are logged twice")

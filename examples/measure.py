@@ -83,10 +83,10 @@ def table(plans: list[str], address: str) -> None:
     for plan in plans:
         ranks = measure(address, plan)
         most = [max(cost[place] for cost in ranks) / 1000 for place in range(1, 6)]
-        said = ", ".join(f"{count} {name}" for name, count in sorted(ranks[0].calls.items()))
+        output = ", ".join(f"{count} {name}" for name, count in sorted(ranks[0].calls.items()))
         print(
             "{:<{}}  {:.5f}  {:10.1f} {:10.1f} {:10.1f} {:12.1f} {:10.1f}".format(plan, width, ranks[0].loss, *most),
-            said,
+            output,
         )
 
 

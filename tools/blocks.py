@@ -43,7 +43,7 @@ from tools.commands import ROOT
 RUN, SHOWN = ("python", "bash", "console"), ("text", "toml", "json", "mermaid", "yaml")
 LIMIT = 150  # seconds a page may take
 _FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>```+)(?P<info>.*)$")
-_NOTE = re.compile(r"^ *<!-- (?P<word>not run|exit|output)(?:: (?P<said>.*?))? -->$")
+_NOTE = re.compile(r"^ *<!-- (?P<word>not run|exit|output)(?:: (?P<message>.*?))? -->$")
 _PROOF = re.compile(r"unisono verify examples/[\w.:/]+( --?\w+ [\w=,-]+)*")
 _DEVIATION = re.compile(r"(?:\\ )*\d(?:\\\.\d)?e\\-\d\d")  # in an escaped text, with the spaces before it
 _ANY_DEVIATION = r" *(?:\d(?:\.\d)?e-\d\d|bit for bit)"
@@ -84,7 +84,7 @@ def blocks_of(page: Path) -> list[Block]:
     while number < len(lines):
         fence, note = _FENCE.match(lines[number]), _NOTE.match(lines[number])
         if note:
-            notes[note["word"]] = note["said"] or ""
+            notes[note["word"]] = note["message"] or ""
         elif fence:
             indent, ticks = fence["indent"], fence["ticks"]
             end = next((n for n in range(number + 1, len(lines)) if lines[n].strip() == ticks), None)
@@ -200,9 +200,9 @@ def _run_proof(command: str, proofs: Path) -> int:
 # ---- what pages say ----------------------------------------------------------------------------------------------
 
 
-def matches(said: str, printed: str) -> bool:
+def matches(message: str, printed: str) -> bool:
     """Whether the text is what was printed, `...` standing for anything; trailing spaces do not count."""
-    parts = [_DEVIATION.sub(lambda _: _ANY_DEVIATION, re.escape(part)) for part in _trimmed(said).split("...")]
+    parts = [_DEVIATION.sub(lambda _: _ANY_DEVIATION, re.escape(part)) for part in _trimmed(message).split("...")]
     return re.fullmatch(".*".join(parts), _trimmed(printed), re.DOTALL) is not None
 
 
@@ -233,17 +233,17 @@ def shown_of(page: Path, printed: list[str]) -> Iterator[tuple[Block, str, str]]
 def faults_of(page: Path, printed: list[str]) -> list[str]:
     """Where the page says otherwise than its blocks printed."""
     return [
-        f"{page.relative_to(ROOT)}:{block.first}: the page says\n{said}\nbut the block printed\n{output}"
-        for block, said, output in shown_of(page, printed)
-        if not matches(said, output)
+        f"{page.relative_to(ROOT)}:{block.first}: the page says\n{message}\nbut the block printed\n{output}"
+        for block, message, output in shown_of(page, printed)
+        if not matches(message, output)
     ]
 
 
 def write(page: Path, printed: list[str]) -> None:
     """Put what blocks printed into the text blocks that show it, except where they leave something out by `...`."""
     lines = page.read_text(encoding="utf-8").splitlines()
-    for block, said, output in reversed(list(shown_of(page, printed))):
-        if block.language != "console" and "..." not in said:
+    for block, message, output in reversed(list(shown_of(page, printed))):
+        if block.language != "console" and "..." not in message:
             lines[block.first : block.last] = _trimmed(output).splitlines()
     page.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

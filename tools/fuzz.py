@@ -192,8 +192,8 @@ def _check_self_check(options: argparse.Namespace) -> int:
                 continue
             source, fault = job(pair.model, options.family).text, faults[sum(counts.values()) % len(faults)]
             answers = ranks.answers(pair.plan, planted_faults.judge, load, source, pair.plan, fault)
-            said = {"raw" if answer is None or not answer[0] else answer[1] for answer in answers}
-            kind = said.pop() if len(said) == 1 else "ranks disagree"
+            output = {"raw" if answer is None or not answer[0] else answer[1] for answer in answers}
+            kind = output.pop() if len(output) == 1 else "ranks disagree"
             counts[kind] += 1
             _note_fault(options, pair, fault, kind, answers)
             if time.monotonic() > deadline or sum(counts.values()) >= options.pairs:

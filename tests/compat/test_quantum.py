@@ -137,7 +137,7 @@ def test_values_and_gradients_are_those_of_dense_matrices() -> None:
 
 def different_batches(comm: Any) -> list[str]:
     layer = DistQuantumLayerAdjoint(Reuploading())
-    said = []
+    output = []
     for x in (
         torch.full((2, 2), 0.5) if comm.rank else torch.full((3, 2), 0.5),
         torch.full((2, 2), 0.5 if comm.rank else -0.5),
@@ -145,8 +145,8 @@ def different_batches(comm: Any) -> list[str]:
     ):
         with pytest.raises(UsageError) as raised:
             layer(x.double())
-        said.append(str(raised.value))
-    return said
+        output.append(str(raised.value))
+    return output
 
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
@@ -156,10 +156,10 @@ def test_two_ranks_give_what_one_gives(pools: Pools, backend: str) -> None:
         for together, by_one in zip(answer, alone, strict=True):
             for found, expected in zip(together, by_one, strict=True):
                 np.testing.assert_allclose(found, expected, atol=1e-12)
-    for said in pools(backend, 2).run(different_batches):
-        assert "another number of samples" in said[0]
-        assert "other gates" in said[1]
-        assert "angles differ between ranks by up to 1.54" in said[2]
+    for output in pools(backend, 2).run(different_batches):
+        assert "another number of samples" in output[0]
+        assert "other gates" in output[1]
+        assert "angles differ between ranks by up to 1.54" in output[2]
 
 
 def test_a_machine_without_angles_of_its_own() -> None:

@@ -44,7 +44,7 @@ def test_a_key_of_the_pipeline_is_missing(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "reported"),
     [
         ({"optimizer": {"type": "Lion"}}, "type 'Lion' is unknown; expected one of adam, adamw, adamax, adagrad"),
         ({"optimizer": {"params": {}}}, r"the key 'type' \(adam \| adamw"),
@@ -75,7 +75,7 @@ def test_a_pipeline_needs_a_list_of_layers(layers: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "reported"),
     [
         (without(ZERO, "zero_optimization"), "the key 'zero_optimization' .* is missing"),
         (without(ZERO, "optimizer"), "the key 'optimizer' .* is missing"),
@@ -92,7 +92,7 @@ def test_zeros_settings_are_wrong(args: Any, reported: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "optimizer", "told"),
+    ("model", "optimizer", "reported"),
     [
         (7, None, "the model is a int; expected a Module"),
         (nn.activation.ReLu(), None, "ReLu has no parameters to train"),
@@ -107,7 +107,7 @@ def test_zeros_model_and_optimizer_are_wrong(model: Any, optimizer: Any, reporte
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reported"),
     [
         ({"input_size": 0}, "ColumnParallelLinear: size 0; expected input_size and output_size"),
         ({"output_size": "2"}, "size '2'"),
@@ -133,7 +133,7 @@ def test_a_backend_that_is_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("obs", "told"),
+    ("obs", "reported"),
     [
         ({"Q5": 1.0}, "the key 'Q5' of obs does not parse .* letters I, X, Y, Z, each with its wire"),
         ({"X": 1.0}, "the key 'X' of obs does not parse .*has no wire"),

@@ -161,7 +161,7 @@ class Counted:
             self.heard[kind, elements, ranks] += 1
 
 
-def said(comm: Communicator, name: str, plan: str) -> Heard:
+def communication_of(comm: Communicator, name: str, plan: str) -> Heard:
     """Of a step on a real rank."""
     task = TASKS[name]()
     batch = task.batch(0)

@@ -11,7 +11,7 @@ from torch import nn
 
 import unisono as uni
 from tests.equivalence import foreign
-from tests.explain.tasks import GPT, TASKS, Heard, choosing, recorded, said, shown
+from tests.explain.tasks import GPT, TASKS, Heard, choosing, communication_of, recorded, shown
 from tests.ranks import RankPool
 from unisono.cli import main
 from unisono.errors import UsageError
@@ -67,7 +67,7 @@ def explained(task: uni.Task, plan: str, rank: int = 0) -> Listing:
 def test_a_simulated_rank_communicates_as_real_ranks_do(
     pools: Callable[[str, int], RankPool], name: str, plan: str
 ) -> None:
-    for rank, heard in enumerate(pools("gloo", uni.Plan.parse(plan).world).run(said, name, plan)):
+    for rank, heard in enumerate(pools("gloo", uni.Plan.parse(plan).world).run(communication_of, name, plan)):
         listing = recorded(name, plan, rank)
         assert listing
         assert heard == listing, f"rank {rank}: only real {heard - listing}, only simulated {listing - heard}"
@@ -80,7 +80,7 @@ def test_messages_of_experts_but_for_their_sizes(pools: Callable[[str, int], Ran
     def without_sizes(listing: Heard) -> Counter[tuple[str, tuple[int, ...]]]:
         return Counter((kind, ranks) for kind, _, ranks in listing.elements())
 
-    for rank, heard in enumerate(pools("gloo", 2).run(said, name, plan)):
+    for rank, heard in enumerate(pools("gloo", 2).run(communication_of, name, plan)):
         assert without_sizes(heard) == without_sizes(recorded(name, plan, rank))
     assert any("sizes of messages between experts" in words for words in explained(TASKS[name](), plan).about)
 

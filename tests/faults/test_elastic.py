@@ -55,10 +55,10 @@ def test_the_job_goes_on_without_a_host_that_is_gone(two_hosts: Hosts, tmp_path:
     with run.started() as process:
         wait_for_step(folder, 7, 4)
         two_hosts.kill_second()
-        out, said = process.communicate(timeout=240)
+        out, output = process.communicate(timeout=240)
         assert run.left_running() == []
-    assert process.returncode == 0, out + said
-    assert [line for line in said.splitlines() if not line.startswith("[")] == [ON_PAGE["gone"]]
+    assert process.returncode == 0, out + output
+    assert [line for line in output.splitlines() if not line.startswith("[")] == [ON_PAGE["gone"]]
     _, start = json.loads((folder / "run.json").read_text())["starts"]
     assert start["world"] == 2
     assert start["first_step"] > 0
@@ -77,11 +77,11 @@ def test_a_host_that_falls_silent_is_noticed(two_hosts: Hosts, tmp_path: Path) -
     with run.started() as process:
         wait_for_step(folder, 7, 2)
         two_hosts.cut_cable()
-        out, said = process.communicate(timeout=240)
+        out, output = process.communicate(timeout=240)
         two_hosts.kill_second()  # what runs there would end by itself, after minutes
         assert run.left_running() == []
-    assert process.returncode == 0, out + said
-    assert "host node1 is lost (its agent was lost); continuing with 1 rank on node0: restart 1 of 3" in said
+    assert process.returncode == 0, out + output
+    assert "host node1 is lost (its agent was lost); continuing with 1 rank on node0: restart 1 of 3" in output
     assert f"step {STEPS} done" in out
     steps = [json.loads(line)["step"] for line in (folder / "steps.jsonl").read_text().splitlines()]
     assert steps == list(range(1, STEPS + 1))
@@ -98,10 +98,10 @@ def test_without_elastic_a_host_that_is_gone_ends_the_job(two_hosts: Hosts, tmp_
         for rank in range(2):
             wait_for(tmp_path / f"up.{rank}", process)
         two_hosts.kill_second()
-        _, said = process.communicate(timeout=30)
+        _, output = process.communicate(timeout=30)
         assert run.left_running() == []
     assert process.returncode == 1
-    assert re.fullmatch(r"the agent on host node1 was lost; its ranks are 1(:\n.*)?\n", said, re.DOTALL), said
+    assert re.fullmatch(r"the agent on host node1 was lost; its ranks are 1(:\n.*)?\n", output, re.DOTALL), output
 
 
 def job(named: str, ranks: int | None) -> LaunchJob:

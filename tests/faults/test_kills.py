@@ -33,9 +33,9 @@ def test_kills_in_forward_in_a_collective_and_while_saving_lose_nothing(
 ) -> None:
     undisturbed, _ = pools("gloo", 2).run(program.trained, str(tmp_path / "undisturbed"), "dp=2,zero=1", "none")[0]
     faults = "forward:3,collective:9,saving:15"
-    digest, said = finished(tmp_path / "run", "dp=2,zero=1", faults, 2, "--max-restarts", "3")
+    digest, output = finished(tmp_path / "run", "dp=2,zero=1", faults, 2, "--max-restarts", "3")
     assert digest == undisturbed
-    assert re.findall(r"restart (\d) of 3: rank 1 was killed by SIGKILL", said) == ["1", "2", "3"]
+    assert re.findall(r"restart (\d) of 3: rank 1 was killed by SIGKILL", output) == ["1", "2", "3"]
     starts = json.loads((tmp_path / "run" / "run.json").read_text())["starts"]
     firsts = [start["first_step"] for start in starts]
     assert firsts[:2] == [0, 0]
@@ -52,15 +52,15 @@ def test_sigterm_saves_first_and_fewer_ranks_go_on(tmp_path: Path) -> None:
     with run.started() as process:
         step = wait_for_step(folder, 7, 2)
         os.kill(process.pid, signal.SIGTERM)
-        out, said = process.communicate(timeout=120)
+        out, output = process.communicate(timeout=120)
         assert run.left_running() == []
-    assert "stopped by SIGTERM" in said
+    assert "stopped by SIGTERM" in output
     saved = max(int(path.name.split("-")[1]) for path in (folder / "checkpoints").glob("step-*"))
     assert saved >= step
     assert f"step {saved} asked to stop (SIGTERM)" in out
     steps = saved + 3
-    _, said = finished(folder, "auto", "none", 1, steps=steps)
-    assert f"from step {saved}: plan " in said, said
+    _, output = finished(folder, "auto", "none", 1, steps=steps)
+    assert f"from step {saved}: plan " in output, output
 
 
 def wait_for_step(folder: Path, step: int, ranks: int) -> int:

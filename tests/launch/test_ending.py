@@ -59,13 +59,13 @@ def test_a_signal_to_the_launcher_ends_everything(
         for rank in range(2):
             wait_for(tmp_path / f"up.{rank}", process)
         os.kill(process.pid, signum)
-        _, said = process.communicate(timeout=30)
+        _, output = process.communicate(timeout=30)
         assert run.left_running() == []
     if signum == signal.SIGKILL:
         assert process.returncode == -signal.SIGKILL
     else:
         assert process.returncode == 128 + signum
-        assert said == f"stopped by {signum.name}; all ranks have ended\n"
+        assert output == f"stopped by {signum.name}; all ranks have ended\n"
     interrupted = sorted(path.name for path in tmp_path.glob("interrupted.*"))
     assert interrupted == (["interrupted.0", "interrupted.1"] if how == "polite" else [])
 
@@ -77,10 +77,10 @@ def test_a_lost_agent_is_reported_and_its_ranks_end(tmp_path: Path) -> None:
         for rank in range(2):
             wait_for(tmp_path / f"up.{rank}", process)
         os.kill(_agent_of(process.pid), signal.SIGKILL)
-        _, said = process.communicate(timeout=30)
+        _, output = process.communicate(timeout=30)
         assert run.left_running() == []
     assert process.returncode == 1
-    assert said == "the agent on host localhost was lost; its ranks are 0, 1\n"
+    assert output == "the agent on host localhost was lost; its ranks are 0, 1\n"
 
 
 def test_output_that_nobody_reads_any_more_ends_the_job(tmp_path: Path) -> None:
@@ -134,9 +134,9 @@ def test_ranks_with_a_grace_period_may_save_first(tmp_path: Path, backend: str) 
         for rank in range(2):
             wait_for(tmp_path / f"up.{rank}", process)
         os.kill(process.pid, signal.SIGTERM)
-        _, said = process.communicate(timeout=30)
+        _, output = process.communicate(timeout=30)
         assert run.left_running() == []
-    assert said == "stopped by SIGTERM; all ranks have ended\n"
+    assert output == "stopped by SIGTERM; all ranks have ended\n"
     assert sorted(path.name for path in tmp_path.glob("saved.*")) == ["saved.0", "saved.1"]
 
 

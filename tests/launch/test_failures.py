@@ -42,7 +42,7 @@ dist.all_reduce(torch.ones(1))
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "said"),
+    ("how", "code", "output"),
     [
         (
             "kill",
@@ -58,10 +58,10 @@ dist.all_reduce(torch.ones(1))
         ),
     ],
 )
-def test_first_failure_alone(tmp_path: Path, how: str, code: int, said: str) -> None:
+def test_first_failure_alone(tmp_path: Path, how: str, code: int, output: str) -> None:
     write_script(tmp_path, SCRIPT)
     done = Run(["run", "-n", "4", "script.py", how], tmp_path).finish()
-    assert (done.returncode, done.stdout, done.stderr) == (code, "[2] last words\n", said)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "[2] last words\n", output)
 
 
 @pytest.mark.parametrize("how", ["raise", "stubborn", "lingers"])
@@ -131,11 +131,11 @@ def test_all_fail_alike_one_is_shown(tmp_path: Path) -> None:
         for _, rank in numbers:
             await_end(rank)
         os.kill(agent, signal.SIGCONT)
-        _, said = process.communicate(timeout=60)
+        _, output = process.communicate(timeout=60)
         assert run.left_running() == []
     assert process.returncode == 1
-    assert said.count("ModuleNotFoundError: No module named 'nothing_like_this'") == 1
-    assert said.endswith("(2 more failed after it)\n")
+    assert output.count("ModuleNotFoundError: No module named 'nothing_like_this'") == 1
+    assert output.endswith("(2 more failed after it)\n")
 
 
 def test_a_syntax_error_is_shown_as_python_shows_it(tmp_path: Path) -> None:

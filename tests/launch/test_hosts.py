@@ -15,7 +15,7 @@ def test_list() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "output"),
     [
         ("a:0", "at least 1, not '0'"),
         ("a:x", "not 'x'"),
@@ -31,8 +31,8 @@ def test_list() -> None:
         ("", "names no host"),
     ],
 )
-def test_bad_lists_say_why(text: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_bad_lists_say_why(text: str, output: str) -> None:
+    with pytest.raises(UsageError, match=output):
         parse_list(text)
 
 
@@ -49,7 +49,7 @@ def test_file_as_batch_systems_write_it_has_a_host_once_a_slot(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "output"),
     [
         ("node0 slots=4\nnode1 slots=many\n", r"hosts:2: the slots of node1 .* not 'many'"),
         ("node0 4\n", r"hosts:1: cannot read 'node0 4'; a line is `node0 slots=4`"),
@@ -63,10 +63,10 @@ def test_file_as_batch_systems_write_it_has_a_host_once_a_slot(tmp_path: Path) -
         ("# nothing\n", "names no host"),
     ],
 )
-def test_bad_files_name_file_line_and_fault(tmp_path: Path, text: str, said: str) -> None:
+def test_bad_files_name_file_line_and_fault(tmp_path: Path, text: str, output: str) -> None:
     path = tmp_path / "hosts"
     path.write_text(text)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=output):
         parse_file(path)
 
 

@@ -60,7 +60,7 @@ def test_it_works(tmp_path: Path, variables: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "said"),
+    ("how", "code", "output"),
     [
         ("raise", 1, "ValueError: boom\n"),
         (
@@ -71,12 +71,12 @@ def test_it_works(tmp_path: Path, variables: dict[str, str]) -> None:
         ("code", 3, "rank 1 failed (exit code 3):\nsys.exit(3) at script.py:14\n"),
     ],
 )
-def test_first_failure_alone(tmp_path: Path, variables: dict[str, str], how: str, code: int, said: str) -> None:
+def test_first_failure_alone(tmp_path: Path, variables: dict[str, str], how: str, code: int, output: str) -> None:
     write_script(tmp_path, SCRIPT)
     done = Run(["run", "-n", "3", "--backend", "mpi", "script.py", how], tmp_path, variables).finish()
     assert done.returncode == code
     assert done.stderr.startswith("rank 1 ")
-    assert done.stderr.endswith(said)
+    assert done.stderr.endswith(output)
     assert done.stderr.count("rank ") == 1
 
 

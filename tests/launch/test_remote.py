@@ -68,12 +68,12 @@ def test_one_world_over_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] {line}" for rank, line in enumerate(lines)]
     assert (tmp_path / "logs" / "rank.2").read_text() == lines[2] + "\n"
     assert not (tmp_path / "hacked").exists()
-    said = done.stderr.splitlines()
-    assert said[0].startswith("preflight of 2 host(s), 3 ranks, in ")
-    assert said[1].startswith("  node0: ok, ranks 0-0, python 3.")
-    assert said[2].startswith("  node1: ok, ranks 1-2, python 3.")
-    assert said[3] == "connections (row to column):"
-    assert all(len(re.findall(r"\d+\.\d\d ms", line)) == 2 for line in said[5:7])
+    output = done.stderr.splitlines()
+    assert output[0].startswith("preflight of 2 host(s), 3 ranks, in ")
+    assert output[1].startswith("  node0: ok, ranks 0-0, python 3.")
+    assert output[2].startswith("  node1: ok, ranks 1-2, python 3.")
+    assert output[3] == "connections (row to column):"
+    assert all(len(re.findall(r"\d+\.\d\d ms", line)) == 2 for line in output[5:7])
 
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "hosts.md"
@@ -92,12 +92,12 @@ def test_the_pages_commands(hosts: Hosts, tmp_path: Path, command: str) -> None:
     write_script(tmp_path, TRAIN, "train.py")
     (tmp_path / "hosts").write_text("node0 slots=4\nnode1 slots=4\n")
     program, *words = shlex.split(command, comments=True)
-    said = f"8 8 {words[words.index('train.py') + 1 :]}"
+    output = f"8 8 {words[words.index('train.py') + 1 :]}"
     if program == "unisono":
         done = _run(hosts, tmp_path, *words[1:]).finish()
-        assert sorted(done.stdout.splitlines()) == [f"[{rank}] {said}" for rank in range(8)], done.stderr
+        assert sorted(done.stdout.splitlines()) == [f"[{rank}] {output}" for rank in range(8)], done.stderr
     elif program == "mpiexec" and mpi_ranks.MPIEXEC.exists():
-        assert run_mpiexec(shlex.join([program, *words]), 8, tmp_path).text.splitlines() == [said] * 8
+        assert run_mpiexec(shlex.join([program, *words]), 8, tmp_path).text.splitlines() == [output] * 8
     elif shutil.which(program) is None:
         pytest.skip(f"there is no {program} on this machine")
     else:
@@ -107,7 +107,7 @@ def test_the_pages_commands(hosts: Hosts, tmp_path: Path, command: str) -> None:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         env = os.environ | {"PATH": path, "PYTHONPATH": str(Path(unisono.__file__).parents[1])}
         done = subprocess.run([program, *words], cwd=tmp_path, capture_output=True, text=True, timeout=240, env=env)
-        assert done.stdout.splitlines() == [said] * 8, done.stderr
+        assert done.stdout.splitlines() == [output] * 8, done.stderr
 
 
 def test_this_host_needs_no_ssh(hosts: Hosts, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_nothing_is_left_on_any_host(hosts: Hosts, tmp_path: Path, signum: signa
 
 
 @pytest.mark.parametrize(
-    ("host", "said"),
+    ("host", "output"),
     [
         ("no-such-host.invalid", "its name does not resolve"),
         ("nodaemon", "ssh refused"),
@@ -191,7 +191,7 @@ def test_nothing_is_left_on_any_host(hosts: Hosts, tmp_path: Path, signum: signa
         ("unknownkey", "its ssh host key is not known here"),
     ],
 )
-def test_preflight_names_the_cause(hosts: Hosts, tmp_path: Path, host: str, said: str) -> None:
+def test_preflight_names_the_cause(hosts: Hosts, tmp_path: Path, host: str, output: str) -> None:
     write_script(tmp_path, "open('started', 'w')")
     arguments = ("--start-timeout", "30", "-H", f"node1:1,{host}:1", "script.py")
     done = _run(hosts, tmp_path, *arguments).finish()
@@ -199,7 +199,7 @@ def test_preflight_names_the_cause(hosts: Hosts, tmp_path: Path, host: str, said
     head, *causes = done.stderr.splitlines()
     assert head == "unisono: preflight failed, nothing was started:"
     assert len(causes) == 1
-    assert re.match(rf"  {host}: .*({said})", causes[0])
+    assert re.match(rf"  {host}: .*({output})", causes[0])
     assert not (tmp_path / "started").exists()
 
 

@@ -14,7 +14,7 @@ from unisono.launch import environment
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "output"),
     [
         (["-n", "2", "missing.py"], "script 'missing.py' does not exist"),
         (["-n", "2", "."], "'.' is not a file"),
@@ -50,7 +50,7 @@ from unisono.launch import environment
 )
 def test_refusals(
     arguments: list[str],
-    said: str,
+    output: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -60,7 +60,7 @@ def test_refusals(
     assert cli.main(["run", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert said in captured.err
+    assert output in captured.err
     assert captured.err.count("\n") == 1
 
 

@@ -123,9 +123,9 @@ CUT = {
 @pytest.mark.parametrize("build", MODELS)
 def test_trains_as_the_plain_model(pools: Pools, build: Callable[[], nn.Module], sequence: bool) -> None:
     found = pools("gloo", 4).run(check_training, build, sentences, next_tokens, None, sequence)[0]
-    assert set(CUT[build]) <= set(found["cut"])
+    assert set(CUT[build]) <= set(found["sharded"])
     if "model.embed_tokens" in (published(build()) or {}):  # transformers 5.17's plan leaves Llama's whole, 5.22's not
-        assert "model.embed_tokens.weight" in found["cut"]
+        assert "model.embed_tokens.weight" in found["sharded"]
 
 
 LATENT: dict[str, Any] = {
@@ -160,7 +160,7 @@ CUT_BY_TWO = {
 @pytest.mark.parametrize("build", CUT_BY_TWO)
 def test_mixtures_and_latent_attention(pools: Pools, build: Callable[[], nn.Module]) -> None:
     found = pools("gloo", 2).run(check_training, build, sentences, next_tokens)[0]
-    assert set(CUT_BY_TWO[build]) <= set(found["cut"])
+    assert set(CUT_BY_TWO[build]) <= set(found["sharded"])
 
 
 def test_heads_that_tp_does_not_divide() -> None:

@@ -219,46 +219,46 @@ def test_after_the_first_step_only_activations_and_gradients_are_sent(pools: Poo
 
 
 def _refused(comm: Communicator) -> list[str]:
-    said = []
+    printed = []
     sharded, made = cut_of(Job("mlp", "1f1b", (1, 1)), comm.size, comm.rank)
 
     def attempt(what: Callable[[], Any]) -> None:
         try:
             what()
         except UsageError as error:
-            said.append(str(error))
+            printed.append(str(error))
 
     runtime = PipelineRuntime(sharded.stages, made, comm, lambda outputs, number: outputs)
     attempt(lambda: runtime.step([torch.zeros(1, 4)] * 3))
     attempt(lambda: PipelineRuntime(sharded.stages, schedule("1f1b", 3, 2), comm))
     attempt(lambda: PipelineRuntime(sharded.stages, schedule("zbv", comm.size, 2), comm))
     attempt(lambda: schedule("naive", comm.size, 2))
-    return said
+    return printed
 
 
 def test_bad_requests_are_refused_on_every_rank(pools: Pools) -> None:
-    for rank, said in enumerate(pools("gloo", 2).run(_refused)):
-        assert len(said) == 4
-        assert "made for 2 microbatches, but 3 were given" in said[0]
-        assert "for 3 pipeline ranks, but 2 are given" in said[1]
-        assert f"rank {rank} of the pipeline has stages [{rank}], but its schedule places" in said[2]
-        assert "takes microbatches=1, not 2" in said[3]
+    for rank, printed in enumerate(pools("gloo", 2).run(_refused)):
+        assert len(printed) == 4
+        assert "made for 2 microbatches, but 3 were given" in printed[0]
+        assert "for 3 pipeline ranks, but 2 are given" in printed[1]
+        assert f"rank {rank} of the pipeline has stages [{rank}], but its schedule places" in printed[2]
+        assert "takes microbatches=1, not 2" in printed[3]
 
 
 def _bad_losses(comm: Communicator) -> list[str]:
     sharded, made = cut_of(Job("mlp", "1f1b", (1,)), 1, 0)
-    said = []
+    printed = []
     for loss in (lambda outputs, number: outputs, lambda outputs, number: 3.0, None):
         try:
             PipelineRuntime(sharded.stages, made, comm, loss).step([torch.zeros(1, 4, dtype=torch.float64)])
         except UsageError as error:
-            said.append(str(error))
-    return said
+            printed.append(str(error))
+    return printed
 
 
 def test_a_loss_must_be_one_number(pools: Pools) -> None:
-    (said,) = pools("gloo", 1).run(_bad_losses)
-    assert ["(1, 3)" in said[0], "float" in said[1], "given no loss" in said[2]] == [True] * 3
+    (printed,) = pools("gloo", 1).run(_bad_losses)
+    assert ["(1, 3)" in printed[0], "float" in printed[1], "given no loss" in printed[2]] == [True] * 3
 
 
 def test_the_second_half_is_left_the_matrices_only() -> None:

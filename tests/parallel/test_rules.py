@@ -34,7 +34,7 @@ def test_gpt_without_rules(pools: Pools) -> None:
         "fc1.bias",
         "fc2.weight",
     ]
-    assert found["cut"] == [f"blocks.{number}.{name}" for number in range(2) for name in block]
+    assert found["sharded"] == [f"blocks.{number}.{name}" for number in range(2) for name in block]
 
 
 class GatedBlock(nn.Module):
@@ -76,7 +76,7 @@ def gated() -> nn.Module:
 
 def test_gated_blocks_without_rules(pools: Pools) -> None:
     found = pools("gloo", 2).run(check_training, gated, encoder_batch, squares)[0]
-    assert {"0.attention.wk.bias", "0.feed.up.weight", "1.feed.down.weight"} <= set(found["cut"])
+    assert {"0.attention.wk.bias", "0.feed.up.weight", "1.feed.down.weight"} <= set(found["sharded"])
 
 
 class Misleading(nn.Module):
@@ -121,8 +121,8 @@ def test_what_shapes_suggest_is_tried(block: type[nn.Module]) -> None:
         ({"*.fc1": "column:x"}, 2, "expected column:qkv, column:gate_up or column:4\\+1\\+1"),
         ({"*.fc1": "row:qkv"}, 2, "which is for expert weights; expected row"),
         ({"*.fc1": "row_split:qkv"}, 2, "only column, row and heads take more after a colon"),
-        ({"*.norm1": "column"}, 2, "blocks.0.norm1 says column, but it is a LayerNorm; expected an nn.Linear"),
-        ({"*.fc1": "vocab"}, 2, "blocks.0.fc1 says vocab, but it is a Linear; expected an nn.Embedding"),
+        ({"*.norm1": "column"}, 2, "blocks.0.norm1 is column, but it is a LayerNorm; expected an nn.Linear"),
+        ({"*.fc1": "vocab"}, 2, "blocks.0.fc1 is vocab, but it is a Linear; expected an nn.Embedding"),
         ({"*.attention": "heads:heads"}, 3, "blocks.0.attention has heads=4, which tp=3 does not divide"),
         ({"*.attention": "heads:nheads"}, 2, "has no whole number of that name; it has heads"),
         ({"*.fc1": "mla_kv"}, 2, "blocks.0.fc1: Block has no number qk_rope_head_dim, .* keep its layers full"),

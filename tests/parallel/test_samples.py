@@ -143,8 +143,8 @@ def check_first_step(comm: Communicator) -> str:
 
 
 def test_the_first_step_finds_out_without_an_example(pools: Pools) -> None:
-    for said in pools("gloo", 2).run(check_first_step):
-        assert "it shows first in the input of last" in said
+    for output in pools("gloo", 2).run(check_first_step):
+        assert "it shows first in the input of last" in output
 
 
 def check_engine(comm: Communicator) -> None:

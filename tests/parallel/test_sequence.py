@@ -47,7 +47,7 @@ def test_gpt(pools: Pools, size: int) -> None:
     found = pools("gloo", size).run(check_training, build, sentences, next_tokens, GPT_RULES, True)[0]
     assert {"blocks.0.norm1.weight", "blocks.0.attention.out.bias", "blocks.1.fc2.bias"} <= set(found["summed"])
     assert not {"norm.weight", "positions.weight", "tokens.weight"} & set(found["summed"])
-    assert not set(found["cut"]) & set(found["summed"])
+    assert not set(found["sharded"]) & set(found["summed"])
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
@@ -87,15 +87,15 @@ def check_traffic(comm: Communicator) -> None:
     plain, sequence = seeded(gpt), seeded(gpt)
     tensor_parallelize(plain, mesh, IN_BLOCKS)
     tensor_parallelize(sequence, mesh, IN_BLOCKS, sequence=True)
-    said, said_by_sequence = (counted_step(model, mesh, even_tokens) for model in (plain, sequence))
+    by_tensor, by_sequence = (counted_step(model, mesh, even_tokens) for model in (plain, sequence))
     batch, length, width, layers = 3, 12, 24, 2
     activations = batch * length * width * 8
     # Each all-reduce is a reduce-scatter and an all-gather; besides there are the gradient's gather at the entry and
     # the activations' at the exit, each half an all-reduce.
-    assert said_by_sequence.calls == {"reduce_scatter": 4 * layers, "all_gather": 4 * layers + 2}
+    assert by_sequence.calls == {"reduce_scatter": 4 * layers, "all_gather": 4 * layers + 2}
     half = activations * (comm.size - 1) / comm.size
-    assert said.sent == pytest.approx(4 * layers * 2 * half)
-    assert said_by_sequence.sent == pytest.approx(said.sent + 2 * half)
+    assert by_tensor.sent == pytest.approx(4 * layers * 2 * half)
+    assert by_sequence.sent == pytest.approx(by_tensor.sent + 2 * half)
 
 
 def even_tokens(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

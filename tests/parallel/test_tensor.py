@@ -82,7 +82,7 @@ def next_tokens_of_shards(model: nn.Module, tokens: torch.Tensor) -> torch.Tenso
 def test_mlp(pools: Pools, size: int, optimizer: str) -> None:
     """22 hidden units on 3 and 4 ranks: uneven pieces."""
     found = pools("gloo", size).run(check_training, Mlp, rows, squares, MLP_RULES, False, optimizer)[0]
-    assert found == {"cut": ["fc1.weight", "fc1.bias", "fc2.weight"], "summed": []}
+    assert found == {"sharded": ["fc1.weight", "fc1.bias", "fc2.weight"], "summed": []}
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -90,9 +90,9 @@ def test_gpt_with_tied_embeddings(pools: Pools, size: int) -> None:
     """A vocabulary of 37 divides by none of the sizes."""
     build = gpt_of_twelve_heads if size == 3 else gpt
     found = pools("gloo", size).run(check_training, build, sentences, next_tokens, GPT_RULES)[0]
-    assert "tokens.weight" in found["cut"]
-    assert "blocks.1.attention.qkv.bias" in found["cut"]
-    assert "blocks.1.attention.out.bias" not in found["cut"]
+    assert "tokens.weight" in found["sharded"]
+    assert "blocks.1.attention.qkv.bias" in found["sharded"]
+    assert "blocks.1.attention.out.bias" not in found["sharded"]
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -112,8 +112,8 @@ def encoder_batch() -> torch.Tensor:
 
 def test_torch_encoder_without_rules(pools: Pools) -> None:
     found = pools("gloo", 4).run(check_training, encoder, encoder_batch, squares)[0]
-    assert "layers.1.self_attn.in_proj_weight" in found["cut"]
-    assert "layers.1.self_attn.out_proj.weight" in found["cut"]
+    assert "layers.1.self_attn.in_proj_weight" in found["sharded"]
+    assert "layers.1.self_attn.out_proj.weight" in found["sharded"]
 
 
 def check_evaluation(comm: Communicator) -> None:

@@ -130,6 +130,6 @@ def check_training(
             close(full, expected.parameters[step][name], f"step {step}: parameter {name}")
     layouts = {name: layout_of(parameter) for name, parameter in model.named_parameters()}
     return {
-        "cut": [name for name, layout in layouts.items() if "tp" in layout.axes],
+        "sharded": [name for name, layout in layouts.items() if "tp" in layout.axes],
         "summed": [name for name, layout in layouts.items() if "tp" in layout.summed],
     }

@@ -92,16 +92,16 @@ def test_a_layer_over_one_axis_in_any_data_parallelism(pools: Pools) -> None:
 
 
 def refused_meshes(comm: Any) -> list[str]:
-    said = []
+    output = []
     mesh = Mesh((3, 1), ("qubits", "dp")).connect()
     for options in ({"mesh": mesh}, {"mesh": mesh, "comm": comm}, {"mesh": mesh, "state_axis": "dp"}, {"mesh": 3}):
         with pytest.raises(UsageError) as raised:
             Layer(random_circuit(4, 5, 1), "Z0", **options)
-        said.append(str(raised.value))
-    return said
+        output.append(str(raised.value))
+    return output
 
 
 def test_meshes_that_cannot_serve(pools: Pools) -> None:
-    for said in pools("gloo", 3).run(refused_meshes):
-        for text, words in zip(said, ("has 3 ranks", "both given", "two axes", "of type int"), strict=True):
+    for output in pools("gloo", 3).run(refused_meshes):
+        for text, words in zip(output, ("has 3 ranks", "both given", "two axes", "of type int"), strict=True):
             assert words in text

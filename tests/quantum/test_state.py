@@ -180,9 +180,9 @@ def wait_for_partners(comm: Any) -> tuple[np.ndarray, str]:
 
 
 def test_ranks_of_a_host_wait_for_each_other_as_long_as_they_live(pools: Pools) -> None:
-    for rank, (vector, said) in enumerate(pools("gloo", 2).run(wait_for_partners)):
+    for rank, (vector, output) in enumerate(pools("gloo", 2).run(wait_for_partners)):
         np.testing.assert_allclose(vector, dense.state(random_circuit(7, 40, 2)), atol=1e-12)
-        assert said == f"rank {1 - rank} has ended"
+        assert output == f"rank {1 - rank} has ended"
 
 
 def test_large_arrays_are_zero_and_full_pages() -> None:

@@ -49,7 +49,7 @@ window.addEventListener('load', () => {
     cut: [...document.querySelectorAll('.timeline')].map(box => box.scrollWidth - box.clientWidth),
     boxes: document.querySelectorAll('#pipeline rect[fill="#3b6fb6"] title').length,
     ranks: [...document.querySelectorAll('#run svg text[font-weight]')].map(text => text.textContent),
-    said: [...document.querySelectorAll('#communication td:first-child')].map(cell => cell.textContent),
+    output: [...document.querySelectorAll('#communication td:first-child')].map(cell => cell.textContent),
     wide: document.documentElement.scrollWidth,
     paper: getComputedStyle(document.body).backgroundColor,
     program: program.length,
@@ -161,9 +161,9 @@ def test_each_stage_has_its_program_as_it_ran(run_folder: Path) -> None:
     assert (first.title, last.title) == ("rank 0, stage 0", "rank 2, stage 1")
     shape = "f64[2,8,8]"  # a microbatch of a data rank
     for program, peer in ((first, 2), (last, 0)):
-        said = [(row.name, row.shape, row.phase) for row in program.rows if row.where.startswith(f"to rank {peer} ")]
+        output = [(row.name, row.shape, row.phase) for row in program.rows if row.where.startswith(f"to rank {peer} ")]
         heard = [row.shape for row in program.rows if row.where.startswith(f"from rank {peer} ")]
-        assert [each[:2] for each in said] == [("send", shape)] * 2, "activations, or gradients, of two microbatches"
+        assert [each[:2] for each in output] == [("send", shape)] * 2, "activations, or gradients, of two microbatches"
         assert heard == [shape] * 2
         ops = {(row.name, row.where) for row in program.rows if row.kind == "op"}
         own, foreign = ("blocks.0", "blocks.1") if program is first else ("blocks.1", "blocks.0")
@@ -221,7 +221,7 @@ def test_a_browser_draws_it(run_folder: Path, tmp_path: Path) -> None:
             "whole on a desk, to be pushed on a phone"
         )
         assert seen["ranks"] == ["rank 0", "rank 1", "rank 2", "rank 3"]
-        assert "all_reduce" in seen["said"]
+        assert "all_reduce" in seen["output"]
         assert seen["program"] > 20
         assert 3 <= len(seen["found"]) < 20
         assert all("all_to_all" in line and "blocks.0.experts" in line for line in seen["found"])

@@ -121,7 +121,7 @@ def test_nothing_is_proved_where_one_device_gives_no_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("factor", "told"),
+    ("factor", "reported"),
     [
         (3.0, "all gradients are 3 times too large, which is the number of microbatches: summed"),
         (1 / 4, "all gradients are 4 times too small, which is the world size: averaged"),

@@ -140,12 +140,14 @@ def doubled_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_kernel_without_float64_is_proved_in_float32() -> None:
-    said = """proved in float32, as float64 fails: NotImplementedError: "single_kernel" not implemented for 'Double'"""
+    output = (
+        """proved in float32, as float64 fails: NotImplementedError: "single_kernel" not implemented for 'Double'"""
+    )
     verdicts = verify_all(Task(Net, F.cross_entropy, adam, batch), [uni.Plan(dp=2), uni.Plan(dp=2, zero=1)], steps=1)
     for verdict in verdicts:
         assert verdict.equivalent, verdict
-        assert verdict.note.startswith(said), verdict
+        assert verdict.note.startswith(output), verdict
     wrong = verify(Task(Net, doubled_loss, adam, batch), "dp=2", steps=1)
     assert not wrong.equivalent
     assert not wrong.failure
-    assert wrong.note.startswith(said)
+    assert wrong.note.startswith(output)

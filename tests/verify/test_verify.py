@@ -50,7 +50,7 @@ def test_a_refused_plan_gives_1_and_says_why(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "reported"),
     [
         ((f"{TASKS}:mlp", "--plan", "dp=2", "-n", "3"), "needs 2 ranks"),
         ((f"{TASKS}:none", "--plan", "dp=2"), "has no 'none'"),
@@ -67,9 +67,9 @@ def test_bad_input_is_reported_in_a_line(
     words: tuple[str, ...], reported: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", *words]) == 2
-    said = capsys.readouterr().err
-    assert reported in said
-    assert len(said.strip().splitlines()) == 1
+    output = capsys.readouterr().err
+    assert reported in output
+    assert len(output.strip().splitlines()) == 1
 
 
 def test_the_command_in_a_process_of_its_own() -> None:

@@ -143,13 +143,13 @@ def _method(network: ast.AST, name: str) -> str:
 
 def _strategy(code: Code, called: dict[str, ast.Call], wrapper: str | None) -> str:
     marks = sum(name == "uni.mark" for name, _ in code.calls())
-    said = ["`uni.init`"] if "uni.init" in called else []
-    said += ["mesh"] if "uni.Mesh" in called else []
-    said += [f"{marks} marks"] if marks else []
+    output = ["`uni.init`"] if "uni.init" in called else []
+    output += ["mesh"] if "uni.Mesh" in called else []
+    output += [f"{marks} marks"] if marks else []
     given = {keyword.arg for keyword in called[f"uni.{wrapper}"].keywords} if wrapper else set()
-    said += ["plan"] if "plan" in given or wrapper == "parallelize" else []
-    said += [word for word in ("zero", "microbatches", "rules") if word in given]
-    return ", ".join(said) or NO
+    output += ["plan"] if "plan" in given or wrapper == "parallelize" else []
+    output += [word for word in ("zero", "microbatches", "rules") if word in given]
+    return ", ".join(output) or NO
 
 
 def _step(loop: ast.For) -> str:
