@@ -1,7 +1,8 @@
 """Which tests run side by side, when pytest is given workers (`make test` gives it one for each core and one more).
 
 A worker runs the tests of a file in their order, so that what a file shares (a launch of mpiexec, a record of the plain
-model) is made once. Tests of circuits are one worker's, so that numba compiles each kernel once.
+model) is made once. Tests of circuits are one worker's, so that numba compiles each kernel once; so are those that run
+examples, from one process that has imported what they need.
 
 Every second worker begins with files whose tests mostly wait (for processes to end, for a timeout to pass), beside
 others that compute: two that wait would leave cores idle, two that compute would share them. Long files come first, or
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-TOGETHER = "tests/quantum/"
+TOGETHER = {"tests/quantum/": "quantum", "tests/examples/": "examples", "tests/compat/test_vqnetrun.py": "examples"}
 WAITING = ("tests/launch/", "tests/faults/", "tests/comm/test_watchdog.py", "tests/comm/test_world.py")
 LONG = (  # the longest files, longest first, those that wait among them
     "equivalence/test_foreign.py",
@@ -52,7 +53,8 @@ class FilesScheduling(LoadScopeScheduling):
         config.option.loadscopereorder = False  # the order is that of `turn`
 
     def _split_scope(self, nodeid: str) -> str:
-        return TOGETHER if nodeid.startswith(TOGETHER) else nodeid.split("::", 1)[0]
+        file = nodeid.split("::", 1)[0]
+        return next((scope for start, scope in TOGETHER.items() if file.startswith(start)), file)
 
     def _assign_work_unit(self, node: Any) -> None:
         """The next file of the kind that the worker prefers, or else the next."""

@@ -15,6 +15,7 @@ FEW: dict[str, int] = {
     "benchmarks/test_overhead.py::test_contestants_reach_the_same_losses": 1,
     "comm/test_communicator.py::test_ring": 13,
     "comm/test_mpi_start.py::test_a_rank_that_raises_ends_the_job": 1,
+    "comm/test_mpi_start.py::test_more_than_two_to_the_31_elements": 1,
     "comm/test_table.py::test_every_movement_of_every_dtype": 3,
     "comm/test_table.py::test_the_table_has_no_hole": 1,
     "comm/test_watchdog.py::test_a_hang_is_told_in_one_sentence": 1,
@@ -34,7 +35,7 @@ FEW: dict[str, int] = {
     "equivalence/test_mutations.py::test_a_planted_fault_is_caught": 3,
     "equivalence/test_optimizers.py::test_a_plan_changes_nothing": 2,
     "equivalence/test_own_loss.py::test_a_plan_changes_nothing": 1,
-    "equivalence/test_plans.py::test_a_plan_changes_nothing": 20,
+    "equivalence/test_plans.py::test_a_plan_changes_nothing": 12,
     "equivalence/test_plans.py::test_on_mpi_too": 1,
     "equivalence/test_precision.py::test_a_plan_changes_nothing_but_rounding": 4,
     "equivalence/test_precision.py::test_one_rank_overflows_and_all_skip_the_step": 2,
@@ -47,7 +48,10 @@ FEW: dict[str, int] = {
     "examples/test_seed_000.py::test_a_command": 5,
     "examples/test_seed_001.py::test_programs_print_what_they_say": 3,
     "examples/test_seed_004.py::test_strategies_give_the_result_of_one_device": 1,
+    "explain/test_plan_program.py::test_a_large_model_is_shown_as_a_small_one_is": 2,
     "explain/test_plan_program.py::test_a_simulated_rank_communicates_as_real_ranks_do": 1,
+    "explain/test_plan_program.py::test_all_communication_is_listed": 1,
+    "explain/test_plan_program.py::test_every_op_of_one_device_is_found_on_a_rank": 2,
     "graph/test_models.py::test_every_option_of_every_op": 1,
     "graph/test_program.py::test_the_result_of_one_device": 1,
     "graph/test_program.py::test_under_any_placements": 1,
@@ -115,6 +119,10 @@ FEW: dict[str, int] = {
     "quantum/test_schedule.py::test_exchanges": 4,
     "train/test_engine.py::test_every_rank_sees_what_one_process_sees": 1,
     "train/test_engine.py::test_perplexity_is_that_of_the_loss": 1,
+    "train/test_engine.py::test_under_every_plan_the_same_module_is_named_and_the_same_state_kept": 1,
+    "train/test_saving.py::test_hugging_face_weights": 1,
+    "verify/test_float64.py::test_a_mixture_as_built_by_default": 1,
+    "verify/test_self_check.py::test_a_sound_plan_is_proved_and_the_check_leaves_no_trace": 6,
 }
 
 

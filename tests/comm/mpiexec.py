@@ -22,16 +22,18 @@ PROGRAMS = Path(__file__).resolve().parent / "mpi_programs"
 MPIS = ("mpich", "openmpi")
 
 
-def run_under(mpi: str, n: int, script: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """Start `n` ranks of a script of mpi_programs and wait for them. They are forked from here instead of importing
-    torch each.
+def run_under(mpi: str, n: int, script: str, *words: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """Start `n` ranks of a script of mpi_programs with these arguments and wait for them. They are forked from here
+    instead of importing torch each.
 
     Skips the test, saying why, where that MPI is not installed.
     """
     mpiexec = _mpiexec(mpi)
     import_what_ranks_need()
     with tempfile.TemporaryDirectory() as folder:
-        job = partial(_as_main, PROGRAMS / script, {"TEST_STORE": f"{folder}/store", "TEST_FOLDER": folder})
+        job = partial(
+            _as_main, [str(PROGRAMS / script), *words], {"TEST_STORE": f"{folder}/store", "TEST_FOLDER": folder}
+        )
         return mpi_ranks.run(n, job, timeout, mpiexec, env=_environment(mpi), cwd=ROOT)
 
 
@@ -45,12 +47,12 @@ def run_anew_under(mpi: str, n: int, script: str, timeout: float = 240) -> subpr
         )
 
 
-def _as_main(script: Path, variables: dict[str, str]) -> None:
+def _as_main(words: list[str], variables: dict[str, str]) -> None:
     os.environ.update(variables)
     if "MPI4PY_LIBMPI" in os.environ:  # which Open MPI's mpiexec tells a program that it starts by LD_LIBRARY_PATH
         ctypes.CDLL(os.environ["MPI4PY_LIBMPI"], ctypes.RTLD_GLOBAL)
-    sys.argv = [str(script)]
-    runpy.run_path(str(script), run_name="__main__")
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
 
 
 @cache

@@ -92,6 +92,7 @@ def trained(comm: uni.Communicator, folder: str, plan: str, planned: str, steps:
         nn.functional.cross_entropy,
         lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
         plan=plan.format(ranks=comm.size),
+        check="off",
         scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.5),
     )
     history = engine.fit(

@@ -58,6 +58,7 @@ def new_trainer(task: str, plan: str, **options: Any) -> Trainer:
         rules=found.rules,
         clip=found.clip,
         dtype=torch.float64,
+        check="off",  # what is saved and loaded does not depend on it
         **options,
     )
 

@@ -89,7 +89,7 @@ class Seen(uni.Callback):
         return info.step == self.stop_at
 
 
-def engine(plan: str, metrics: Any = None, model: Any = None, check: str = "auto") -> uni.Engine:
+def engine(plan: str, metrics: Any = None, model: Any = None, check: str = "off") -> uni.Engine:
     return uni.Engine(
         model or (lambda: Words().double()),
         loss,
