@@ -52,7 +52,7 @@ _FIX = "give the pipeline an nn.Sequential or a list of LayerSpec instead"
 def find_blocks(model: nn.Module, fix: str = _FIX) -> Blocks:
     """The longest list of modules of one class in the model; of several as long, the one with most parameters.
 
-    A list inside a block of another (its experts, for example) is a part of that block, however long it is. `fix` tells
+    A list inside a block of another (its experts, for example) is a part of that block, however long it is. `fix` gives
     the user what to do where there are none.
     """
     found = _lists(model)

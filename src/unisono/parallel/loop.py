@@ -144,7 +144,7 @@ class OwnLoop:
         if step is None:
             (self._same if trains else self._same_without_gradients).require(inputs)
             if trains:
-                self._tell_unproved()
+                self._report_unproved()
             self._try_samples(args, kwargs)
         if trainer.random.step != trainer.steps:
             trainer.random.step = trainer.steps
@@ -189,7 +189,7 @@ class OwnLoop:
             finally:
                 self._calls.pop()
 
-    def _tell_unproved(self) -> None:
+    def _report_unproved(self) -> None:
         """Of a loop that computes its own loss, no batch with targets is seen that the plan could be proved on."""
         trainer = self._trainer
         if trainer.on_first_batch is None:

@@ -47,7 +47,7 @@ def require_fitting_loss(
                 outputs = call(meta_copy(model), inputs)
         except Exception:
             if reads is None:
-                return  # a model that needs values: its first step will tell
+                return  # a model that needs values: its first step shows it
         else:
             with contextlib.suppress(Exception), no_side_effects(loss), torch.device("meta"), KnownShapes(), watched:
                 asked(outputs, targets)

@@ -161,7 +161,7 @@ def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
 
 
 def _times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b, where b has fewer heads and each serves several of a's: their rows lie one after the other."""
+    """a @ b, where b has fewer heads and each serves several of a's: their rows are one after the other."""
     return (_folded(a, b.shape[1]) @ b).view(*a.shape[:-1], b.shape[-1])
 
 

@@ -116,7 +116,7 @@ class SequenceRegion(Region):
             return
         reached = _origins(x, others | {own})
         if reached & others and own not in reached:
-            raise _not_told_apart(x, self.length)
+            raise _ambiguous_tensor(x, self.length)
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's shard of what every rank has in full; the sequence enters the blocks."""
@@ -266,7 +266,7 @@ class SequenceParallel:
         if x.dim() != 3 or is_first or hasattr(x, _USED):
             return x.requires_grad or x.dim() == 3
         if x.shape[:2] == hidden.shape[:2] and hidden.shape[DIM] != self._inside.length:
-            raise _not_told_apart(x, self._inside.length)
+            raise _ambiguous_tensor(x, self._inside.length)
         return True
 
     def _left(self, outputs: Any, is_last: bool) -> Any:
@@ -334,7 +334,7 @@ def _kept(used: torch.Tensor, outside: torch.Tensor) -> torch.Tensor:
     return used
 
 
-def _not_told_apart(x: torch.Tensor, length: int | None) -> UsageError:
+def _ambiguous_tensor(x: torch.Tensor, length: int | None) -> UsageError:
     return UsageError(
         f"sequence parallelism: a block was given a tensor of shape {tuple(x.shape)} beside its hidden states, and "
         f"{x.shape[DIM]} tokens are also this rank's share of {length or 'the sequence'}, so that the two could not be "

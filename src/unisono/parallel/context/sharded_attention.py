@@ -2,14 +2,14 @@
 
     with ShardedAttention(comm, "ring", tokens) as attention:
         y = block(x)            # its attention reaches the tokens of all ranks
-    attention.calls                # how often it was asked for
+    attention.calls             # how often it was asked for
 
 It is a handler of the attention dispatcher (torch_patches.py), so nn.MultiheadAttention and everything else that looks
 the function up in torch.nn.functional takes part; the fused paths of torch's transformer layers, which do not, are off.
 Keys that are not as many as this rank's tokens are those of a second sequence, which every rank has all of: no rank
-needs another's. Where ranks hold different numbers of tokens, or one, shapes seen on one rank do not tell a sharded dim
-from a broadcast or replicated one, so ranks decide by the shapes of all (`_AttentionCall`). Attention dropout draws the
-weights' mask by global positions, from the RandomState that is active.
+needs another's. Where ranks hold different numbers of tokens, or one, shapes seen on one rank do not distinguish a
+sharded dim from a broadcast or replicated one, so ranks decide by the shapes of all (`_AttentionCall`). Attention
+dropout draws the weights' mask by global positions, from the RandomState that is active.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from unisono.parallel.context.ulysses import heads_of, ulysses_attention
 from unisono.plan.plan import CONTEXT
 from unisono.torch_patches import attention, without_fused_attention
 
-Attention = Callable[..., torch.Tensor]  # F.scaled_dot_product_attention, or what is to run in its place
+Attention = Callable[..., torch.Tensor]  # F.scaled_dot_product_attention, or what is to run instead
 _CHECKS = 100  # calls in which ranks compare the keys of a second sequence
 
 _entered: list[ShardedAttention] = []

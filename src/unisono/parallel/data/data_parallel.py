@@ -90,7 +90,7 @@ class DataParallel(Reducer[FlaggedBucket]):
             bucket.spare.put(total)  # the next step's gradients come when these are gone
 
     def _ask_for_missing(self) -> Missing:
-        return []  # the messages tell
+        return []  # the messages show it
 
 
 def torch_data_parallel(model: nn.Module, mesh: Mesh, **options: Any) -> DistributedDataParallel:

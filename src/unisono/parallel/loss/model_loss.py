@@ -431,7 +431,7 @@ class ModelLoss:
         except (UsageError, NeedsValues):
             raise
         except Exception:
-            return None  # it cannot be run on the example: the first step will tell
+            return None  # it cannot be run on the example: the first step shows it
         if not large.is_read:
             return None
         return cls(labels, large.forms, _multiples(large, small, batch_size))

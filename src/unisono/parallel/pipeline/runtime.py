@@ -1,7 +1,7 @@
 """The pipeline at work: each rank carries out its list of actions.
 
 The list is the schedule's, with the transfers written out by `plan.schedules.transfers`; nothing is decided here. What
-an action leaves behind, another one picks up: by (stage, microbatch), in one of four places.
+an action leaves behind, another one picks up: by (stage, microbatch), in one of four dicts.
 
     messages    what a stage gets from the one before: made by RECV_F (or F on this same rank), used by F
     passes      a microbatch between F and its backward
@@ -41,8 +41,8 @@ class PipelineRuntime:
     """Runs this rank's stages of a pipeline.
 
     `comm` joins the pipeline's ranks. `around(action)` gives a context for everything that an action computes: the
-    scope of the microbatch's random numbers, say. With split_backward=False the schedules with halved backwards do
-    all of it in the first half; that is right for layers that are costly to run backward twice, such as
+    scope of the microbatch's random numbers, for example. With split_backward=False the schedules with halved backwards
+    do all of it in the first half; that is right for layers that are costly to run backward twice, such as
     recomputed ones.
     """
 

@@ -161,7 +161,7 @@ def _compared(expected: _Computed, results: list[_Computed]) -> list[str] | None
         layouts = [result[name][1] for _, _, result in results]
         if layouts[0].splits:
             shards = [want if want is None else _local(want, layout, rank) for rank, layout in enumerate(layouts)]
-            if not all(_is_near(mine, piece, largest) for mine, piece in zip(got, shards, strict=True)):
+            if not all(_is_near(mine, shard, largest) for mine, shard in zip(got, shards, strict=True)):
                 return None
         elif "tp" in layouts[0].summed:
             if not _is_near(_sum(got), want, largest):

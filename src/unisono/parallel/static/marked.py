@@ -249,7 +249,7 @@ def _rule(found: Assignment, node: str, axis: int, dim: int, module: nn.Module) 
 
 
 def require_order(mesh: Mesh, roles: dict[str, str]) -> None:
-    """Ranks are laid out by the plan, the axes of which have an order."""
+    """Ranks are ordered by the plan, the axes of which have an order."""
     order = [roles[name] for name in mesh.names if name in roles]
     if order != sorted(order, key=AXES.index):
         listed = ", ".join(role for role in AXES if role in order)

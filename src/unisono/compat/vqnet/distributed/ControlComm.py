@@ -23,8 +23,8 @@ from unisono.parallel.layout import layout_of
 class CommController:
     """All ranks of the job; `backend` is the one that they really use, `comm` unisono's own communicator.
 
-    "mpi" and "nccl" are wishes (see `joining`). Reductions are in place; c_op is avg, sum, max, min or any other of
-    `Communicator.all_reduce`. In a group, `root` is a rank of the group.
+    "mpi" and "nccl" are preferences (see `joining`). Reductions are in place; c_op is avg, sum, max, min or any other
+    of `Communicator.all_reduce`. In a group, `root` is a rank of the group.
     """
 
     def __init__(self, backend: str, rank: int | None = None, world_size: int | None = None) -> None:

@@ -1,7 +1,7 @@
 """How a VQNet program joins the world.
 
-VQNet names a backend by the device: "mpi" for CPUs, "nccl" for GPUs. Here that is a wish: nccl where every rank has a
-GPU, mpi where mpiexec started the ranks, and gloo on any other machine, so that a program for GPUs runs without.
+VQNet names a backend by the device: "mpi" for CPUs, "nccl" for GPUs. Here that is a preference: nccl where every rank
+has a GPU, mpi where mpiexec started the ranks, and gloo on any other machine, so that a program for GPUs runs without.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def joined_if_many() -> Communicator | None:
     return joined() if world.is_initialized() or find_rank_info().size > 1 else None
 
 
-def _available(wish: str | None) -> str | None:
-    if wish != "mpi":
-        return None if wish == "nccl" else wish
+def _available(preferred: str | None) -> str | None:
+    if preferred != "mpi":
+        return None if preferred == "nccl" else preferred
     by_mpi = find_rank_info().how in (launcher_env.MPIEXEC, launcher_env.SRUN)
     return "mpi" if by_mpi and importlib.util.find_spec("mpi4py") is not None else "gloo"
 
