@@ -30,9 +30,9 @@ COLUMN = ("q", "k", "v", "fc1")
 ROW = ("out", "fc2")
 
 
-def program(config: Config, mesh: uni.Mesh, is_cut: bool) -> Contestant:
+def program(config: Config, mesh: uni.Mesh, is_sharded: bool) -> Contestant:
     model = contestants.build(config)
-    if is_cut:
+    if is_sharded:
         for name, parameter in model.named_parameters():
             layer, _, kind = name.rpartition(".")
             layer = layer.rpartition(".")[2]

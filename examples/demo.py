@@ -35,7 +35,7 @@ def library_text(size: int = 2_000_000) -> torch.Tensor:
 
 
 class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Pieces of a text, and the bytes that follow each of theirs."""
+    """Shards of a text, and the bytes that follow each of theirs."""
 
     def __init__(self, text: torch.Tensor, length: int) -> None:
         self.pieces = text[: (len(text) - 1) // length * length].view(-1, length)

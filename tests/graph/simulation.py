@@ -100,7 +100,7 @@ class Talker:
         return collective
 
 
-def run_pieces(node: fx.Node, chosen: Sequence[Option], given: list[Shards], mesh: Mesh, state: RandomState) -> Any:
+def run_shards(node: fx.Node, chosen: Sequence[Option], given: list[Shards], mesh: Mesh, state: RandomState) -> Any:
     """The op on every rank: {coordinate: tuple of its outputs}."""
     inputs = tuple(tuple(option.inputs[i] for option in chosen) for i in range(len(given)))
     count = len(chosen[0].outputs)
@@ -153,7 +153,7 @@ def _run_alone(node: fx.Node, local: str | None, values: Sequence[torch.Tensor])
     learns = [value.is_floating_point() and not _is_class_weight(node, i) for i, value in enumerate(values)]
     leaves = [v.detach().clone().requires_grad_(learn) for v, learn in zip(values, learns, strict=True)]
     option = replace(options(node)[0], local=local)
-    results = run_pieces(node, (option,), [{place: leaf} for leaf in leaves], single, RandomState(seed=3))[place]
+    results = run_shards(node, (option,), [{place: leaf} for leaf in leaves], single, RandomState(seed=3))[place]
     if options(node)[0].local is None:
         close = tolerance([*values, *results])
         for mine, plain in zip(results, run_full(node, leaves), strict=True):
@@ -179,7 +179,7 @@ def check_option(node: fx.Node, chosen: Sequence[Option], values: Sequence[torch
     for shards, learn in zip(given, full.learns, strict=True):
         for shard in shards.values():
             shard.requires_grad_(learn)
-    results = run_pieces(node, chosen, given, mesh, RandomState(seed=3))
+    results = run_shards(node, chosen, given, mesh, RandomState(seed=3))
     for i, expected in enumerate(full.results):
         placements = tuple(option.outputs[i] for option in chosen)
         made = assemble({c: r[i].detach() for c, r in results.items()}, placements, expected.shape, mesh)
@@ -253,7 +253,7 @@ def run_graph(
             results: Any = (given[0],)
         else:
             shards = [{(0,): value} for value in given]
-            results = run_pieces(node, [options(node)[0]], shards, mesh, state)[(0,)]
+            results = run_shards(node, [options(node)[0]], shards, mesh, state)[(0,)]
         known.update({(node.name, i): result.detach() for i, result in enumerate(results)})
 
 

@@ -346,7 +346,7 @@ def test_an_op_without_a_rule_is_full_and_noted() -> None:
     assert found.layout(name) == (R, R)
 
 
-def _trace_of_a_spread_model(comm: Any) -> tuple[Any, ...]:
+def _trace_of_a_sharded_model(comm: Any) -> tuple[Any, ...]:
     mesh = uni.Mesh((comm.size,), ("tp",))
     model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 8, bias=False))
     model[0].weight = uni.shard_tensor(model[0].weight, mesh, [S(0)])  # type: ignore[assignment]
@@ -357,5 +357,5 @@ def _trace_of_a_spread_model(comm: Any) -> tuple[Any, ...]:
 
 
 def test_parameters_that_are_on_a_mesh_count_as_marked(pools: Any) -> None:
-    for answer in pools("gloo", 2).run(_trace_of_a_spread_model):
+    for answer in pools("gloo", 2).run(_trace_of_a_sharded_model):
         assert answer == ((S(0),), (S(1),), (S(1),), (8, 8))

@@ -74,7 +74,7 @@ def make(mesh: uni.Mesh, model: Any = Net, optimizer: Any = adam, **options: Any
     )
 
 
-def cut_net() -> Net:
+def sharded_net() -> Net:
     """Whose layers the ranks of mp share, by columns and then by rows."""
     net, mesh = Net(), uni.Mesh((2,), ("mp",))
     uni.mark(net, "first.weight", mesh, [uni.Shard(0)])
@@ -128,7 +128,7 @@ def go_on(comm: Communicator) -> None:
     losses = plain_steps([8] * 6)[1]
     first = make(uni.Mesh((2,), ("dp",)))
     got = [first(batch(step)).item() for step in range(2)]
-    second = make(uni.Mesh((2,), ("mp",)), cut_net)
+    second = make(uni.Mesh((2,), ("mp",)), sharded_net)
     assert dict(second.named_parameters())["last.weight"].shape == (4, 4)
     second.load_state_dict(first.state_dict())
     got += [second(batch(step)).item() for step in range(2, 4)]
@@ -186,7 +186,7 @@ def refused(comm: Communicator) -> list[str]:
         lambda: make(uni.Mesh((2,), ("dp",)), search="magic"),
         lambda: make(uni.Mesh((2,), ("dp",)))((batch(0)[0].float(), batch(0)[1])),
         lambda: make(uni.Mesh((2,), ("dp",)))(batch(0)[0]),  # type: ignore[arg-type]
-        lambda: make(uni.Mesh((2,), ("mp",)), cut_net, torch.optim.Adafactor),
+        lambda: make(uni.Mesh((2,), ("mp",)), sharded_net, torch.optim.Adafactor),
     ):
         with pytest.raises(UsageError) as caught:
             attempt()

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.graph.simulation import check_option, fits, run_graph, run_pieces
+from tests.graph.simulation import check_option, fits, run_graph, run_shards
 from unisono.graph.capture.trace import trace
 from unisono.graph.rules import options, rule_of, target_name
 from unisono.mesh.mesh import Mesh
@@ -112,5 +112,5 @@ def test_dropout_draws_what_the_running_model_draws() -> None:
     ops = list(run_graph(traced, values, RandomState(seed=3)))
     node, given = ops[-1]
     mesh = Mesh.describe((1,), ("one",))
-    result = run_pieces(node, [options(node)[0]], [{(0,): given[0]}], mesh, RandomState(seed=3))[(0,)][0]
+    result = run_shards(node, [options(node)[0]], [{(0,): given[0]}], mesh, RandomState(seed=3))[(0,)][0]
     torch.testing.assert_close(result, expected.detach())

@@ -23,7 +23,7 @@ from unisono.graph.placement.propagate import propagate
 from unisono.mesh.mesh import Mesh
 
 TP = Mesh.describe((2,), ("tp",))
-TALK_ONLY = DeviceRates(flops=1e30, memory=1e30, link=AxisLink(1e-12, 1e10))  # what counts is what travels
+COMMUNICATION_ONLY = DeviceRates(flops=1e30, memory=1e30, link=AxisLink(1e-12, 1e10))  # what counts is what travels
 COLUMN = (
     "q_proj",
     "k_proj",
@@ -173,7 +173,7 @@ def by_hand(name: str, found: Trace) -> list[Mark]:
 def test_no_more_is_said_than_in_the_layout_by_hand(name: str) -> None:
     found = block(name)
     hand = propagate(found, TP, by_hand(name, found))
-    problem = Problem.of(found, TP, rates=TALK_ONLY)
+    problem = Problem.of(found, TP, rates=COMMUNICATION_ONLY)
     problem.memory = problem.held(chosen_by(problem, hand))
     solved = ilp.solve(problem)
     best = problem.assignment(solved)
@@ -181,11 +181,11 @@ def test_no_more_is_said_than_in_the_layout_by_hand(name: str) -> None:
         along = dp.solve(problem)
         assert problem.held(along) <= problem.memory
         assert problem.seconds(along) <= 1.05 * problem.seconds(solved)
-    collectives, said_by_hand = cost.of_assignment(best).bytes, cost.of_assignment(hand).bytes
-    assert said_by_hand > 0
-    assert collectives <= said_by_hand
+    collectives, moved_by_hand = cost.of_assignment(best).bytes, cost.of_assignment(hand).bytes
+    assert moved_by_hand > 0
+    assert collectives <= moved_by_hand
     if name == "llama":
-        assert collectives == said_by_hand
+        assert collectives == moved_by_hand
         for node, path in found.parameters.items():
             if path.removesuffix(".weight").endswith(COLUMN + ROW):
                 assert best.layout(node) == hand.layout(node), path

@@ -12,7 +12,7 @@ from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import Partial, Placement, local_slice
 
 
-def whole_tensor(shape: Sequence[int], seed: int = 0) -> torch.Tensor:
+def full_tensor(shape: Sequence[int], seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
@@ -42,7 +42,7 @@ def _partial(full: torch.Tensor, op: str, count: int, index: int) -> torch.Tenso
     return full + away if op == "min" else full - away
 
 
-def laid_out(full: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> tuple[torch.Tensor, DTensor]:
+def placed_by_hand(full: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> tuple[torch.Tensor, DTensor]:
     """A local leaf and the DTensor over it."""
     local = part_of(full, mesh, placements).requires_grad_()
     placed = DTensor.from_local(

@@ -92,7 +92,7 @@ def test_bad_questions() -> None:
         mesh.along("dp", "dp")
 
 
-def every_axis_talks(comm: Communicator) -> None:
+def every_axis_communicates(comm: Communicator) -> None:
     mesh = Mesh((2, 2, 2), ("dp", "pp", "tp")).connect()
     assert mesh.comm() is comm
     assert mesh.comm("tp") is Mesh((4, 2), ("x", "tp")).comm("tp"), "equal groups are shared"
@@ -144,7 +144,7 @@ def some_ranks_only(comm: Communicator) -> float:
 
 def test_over_eight_ranks(pools: Pools) -> None:
     pool = pools("gloo", 8)
-    pool.run(every_axis_talks)
+    pool.run(every_axis_communicates)
     pool.run(torch_sees_the_same_groups)
     fits, fits_not = pool.run(wrong_size)[0]
     assert fits == (

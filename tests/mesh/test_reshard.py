@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import unisono as uni
-from tests.mesh.layouts import averaged, laid_out, part_of, whole_tensor
+from tests.mesh.layouts import averaged, full_values, part_of, placed_by_hand
 from tests.ranks import RankPool
 from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
@@ -30,8 +30,8 @@ NAMES = ("a", "b", "c")
 def check_pair(shape: Sequence[int], mesh: Mesh, source: Sequence[Placement], target: Sequence[Placement]) -> None:
     """Reshard a tensor and compare its values and its gradient with those of the whole tensor."""
     case = f"{tuple(shape)} on {mesh}: {source} -> {target}"
-    full, weight = whole_tensor(shape, 1), whole_tensor(shape, 2)
-    local, placed = laid_out(full, mesh, source)
+    full, weight = full_values(shape, 1), full_values(shape, 2)
+    local, placed = placed_by_hand(full, mesh, source)
     with traffic.counted() as seen:
         moved = uni.reshard(placed, mesh, target)
     assert moved.placements == tuple(target), case
@@ -103,7 +103,7 @@ def test_a_mesh_in_another_order(pools: Pools) -> None:
 
 def check_other_ops(comm: Communicator) -> None:
     mesh = Mesh((2, 2), ("a", "b"))
-    full = whole_tensor((5, 3))
+    full = full_values((5, 3))
     for op in ("avg", "product", "min", "max"):
         for target in [(Replicate(), Replicate()), (Shard(0), Shard(1)), (Replicate(), Partial(op))]:
             for source in [(Partial(op), Partial(op)), (Shard(0), Partial(op)), (Shard(1), Replicate())]:
@@ -153,7 +153,7 @@ GRID = [
 
 def spoken(comm: Communicator, shape: Any, mesh_shape: Any, source: Any, target: Any) -> tuple[dict, dict, float]:
     mesh = Mesh(mesh_shape, NAMES[: len(mesh_shape)])
-    _, placed = laid_out(whole_tensor(shape), mesh, source)
+    _, placed = placed_by_hand(full_values(shape), mesh, source)
     uni.reshard(placed, mesh, target)  # makes the groups
     with traffic.counted() as seen:
         uni.reshard(placed, mesh, target)
@@ -184,7 +184,7 @@ def test_axes_share_a_collective(pools: Pools, source: Any, target: Any, ops: li
 
 def backward_speech(comm: Communicator, source: Any, target: Any) -> dict[str, int]:
     mesh = Mesh((4,), ("a",))
-    _, placed = laid_out(whole_tensor((8, 8)), mesh, [source])
+    _, placed = placed_by_hand(full_values((8, 8)), mesh, [source])
     moved = uni.reshard(placed, mesh, [target]).to_local().sum()
     with traffic.counted() as seen:
         moved.backward()
@@ -233,7 +233,7 @@ def test_random_cases(pools: Pools, batch: list[tuple[Any, ...]]) -> None:
 
 def check_interop(comm: Communicator) -> None:
     mesh = Mesh((2, 2), ("a", "b"))
-    full = whole_tensor((6, 5))
+    full = full_values((6, 5))
     theirs = distribute_tensor(full, mesh.device_mesh, [Shard(0), Replicate()])
     ours = uni.shard_tensor(full, mesh, [Shard(0), Replicate()])
     assert torch.equal(theirs.to_local(), ours.to_local())
@@ -263,7 +263,7 @@ def check_interop(comm: Communicator) -> None:
 def check_second_derivative(comm: Communicator) -> None:
     """On DTensors throughout: the way from them to local tensors is differentiable twice from torch 2.13 on only."""
     mesh = Mesh((4,), ("a",))
-    full = whole_tensor((6, 5))
+    full = full_values((6, 5))
     leaf = uni.shard_tensor(full.clone().requires_grad_(), mesh, [Shard(0)])
     moved = uni.reshard(leaf, mesh, [Shard(1)])
     (first,) = torch.autograd.grad((moved**3).sum(), leaf, create_graph=True)
@@ -273,7 +273,7 @@ def check_second_derivative(comm: Communicator) -> None:
 
 def check_complaints(comm: Communicator) -> None:
     mesh = Mesh((2, 2), ("a", "b"))
-    full = whole_tensor((6, 5))
+    full = full_values((6, 5))
     for placements, words in [
         ([Shard(0)], "expected a list of 2"),
         ([Shard(2), Replicate()], "expected a dim from -2 to 1"),
@@ -285,7 +285,7 @@ def check_complaints(comm: Communicator) -> None:
             uni.reshard(full, mesh, placements)
     with pytest.raises(UsageError, match="use reshard"):
         uni.shard_tensor(uni.shard_tensor(full, mesh, [Shard(0)] * 2), mesh, [Shard(0)] * 2)
-    _, placed = laid_out(full, mesh, [Partial("max"), Replicate()])
+    _, placed = placed_by_hand(full, mesh, [Partial("max"), Replicate()])
     with pytest.raises(UsageError, match="detach"):
         uni.reshard(placed, mesh, [Replicate(), Replicate()])
     pair = Mesh((2,), ("a",), [0, 1] if comm.rank < 2 else [2, 3])

@@ -151,7 +151,7 @@ class Job:
     split_backward: bool = True
 
 
-def cut_of(job: Job, ranks: int, rank: int) -> tuple[StageSplit, Any]:
+def split_of(job: Job, ranks: int, rank: int) -> tuple[StageSplit, Any]:
     """This rank's part, and the schedule."""
     case = CASES[job.case]
     made = schedule(job.schedule, ranks, len(job.sizes), job.chunks)
@@ -177,7 +177,7 @@ class Report(Record):
 def piped(comm: Communicator, job: Job) -> Report:
     """The same as `plain` on the ranks of a pipeline; gradients and parameters are those of this rank's stages."""
     case = CASES[job.case]
-    sharded, made = cut_of(job, comm.size, comm.rank)
+    sharded, made = split_of(job, comm.size, comm.rank)
     samples = sum(job.sizes)
     targets: list[torch.Tensor] = []
 

@@ -159,13 +159,13 @@ class CountsItsHeads(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(-2))
 
 
-CUT = {"0.[qkv]": "column", "0.out": "row"}
+SHARDED = {"0.[qkv]": "column", "0.out": "row"}
 
 
-def cut_through_heads(comm: Communicator, with_products: bool) -> str:
+def split_heads(comm: Communicator, with_products: bool) -> str:
     x = torch.randn(4, 3, 32, generator=torch.Generator().manual_seed(1))
     reported = ""
-    for rules in ({**CUT, "0": "heads:count"}, CUT):
+    for rules in ({**SHARDED, "0": "heads:count"}, SHARDED):
         trainer = parallelize(
             lambda: nn.Sequential(CountsItsHeads(with_products)),
             "tp=2",
@@ -184,7 +184,7 @@ def cut_through_heads(comm: Communicator, with_products: bool) -> str:
 
 @pytest.mark.parametrize("with_products", [False, True])
 def test_tp_does_not_split_through_heads(pools: Callable[[str, int], RankPool], with_products: bool) -> None:
-    reported = pools("gloo", 2).run(cut_through_heads, with_products)
+    reported = pools("gloo", 2).run(split_heads, with_products)
     words = r"trains; tp=2: CountsItsHeads computes attention over 4 features of a head; in the full model it is .*8"
     assert all(re.match(words, each) for each in reported), reported
 

@@ -105,7 +105,7 @@ def next_tokens(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 MODELS = [llama, tied_llama, qwen2, qwen3, mixtral, gemma, gemma2, gemma3, gpt2, bert]
-CUT = {
+SHARDED = {
     llama: ["model.layers.1.self_attn.k_proj.weight", "lm_head.weight"],
     tied_llama: ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"],
     qwen2: ["model.layers.0.self_attn.q_proj.bias"],
@@ -123,7 +123,7 @@ CUT = {
 @pytest.mark.parametrize("build", MODELS)
 def test_trains_as_the_plain_model(pools: Pools, build: Callable[[], nn.Module], sequence: bool) -> None:
     found = pools("gloo", 4).run(check_training, build, sentences, next_tokens, None, sequence)[0]
-    assert set(CUT[build]) <= set(found["sharded"])
+    assert set(SHARDED[build]) <= set(found["sharded"])
     if "model.embed_tokens" in (published(build()) or {}):  # transformers 5.17's plan leaves Llama's whole, 5.22's not
         assert "model.embed_tokens.weight" in found["sharded"]
 
@@ -150,17 +150,17 @@ def llama4() -> nn.Module:
     return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**GROUPED, **options))
 
 
-CUT_BY_TWO = {
+SHARDED_BY_TWO = {
     deepseek_v2: ["model.layers.1.self_attn.kv_b_proj.weight", "model.layers.1.mlp.experts.gate_up_proj"],
     deepseek_v3: ["model.layers.1.mlp.experts.gate_up_proj"],
     llama4: ["model.layers.1.feed_forward.experts.gate_up_proj", "model.layers.1.feed_forward.experts.down_proj"],
 }
 
 
-@pytest.mark.parametrize("build", CUT_BY_TWO)
+@pytest.mark.parametrize("build", SHARDED_BY_TWO)
 def test_mixtures_and_latent_attention(pools: Pools, build: Callable[[], nn.Module]) -> None:
     found = pools("gloo", 2).run(check_training, build, sentences, next_tokens)[0]
-    assert set(CUT_BY_TWO[build]) <= set(found["sharded"])
+    assert set(SHARDED_BY_TWO[build]) <= set(found["sharded"])
 
 
 def test_heads_that_tp_does_not_divide() -> None:

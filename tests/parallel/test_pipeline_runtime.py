@@ -13,7 +13,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.parallel import models
-from tests.parallel.cases import CASES, Job, agree, batch, build, called, cut_of, piped, plain, rows
+from tests.parallel.cases import CASES, Job, agree, batch, build, called, piped, plain, rows, split_of
 from tests.ranks import RankPool
 from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
@@ -35,7 +35,7 @@ Pools = Callable[[str, int], RankPool]
 def _watched(comm: Communicator, job: Job) -> tuple[list[int], list[int]]:
     """How many microbatches' activations are alive: the most at any time on each stage, and after the step."""
     case = CASES[job.case]
-    sharded, made = cut_of(job, comm.size, comm.rank)
+    sharded, made = split_of(job, comm.size, comm.rank)
     targets = rows(batch(case, sum(job.sizes), 0)[1], job.sizes)
     made_here: dict[int, list[StorageWeakRef]] = {stage.number: [] for stage in sharded.stages}
     most = dict.fromkeys(made_here, 0)
@@ -196,7 +196,7 @@ def test_frozen_parameters_get_no_gradient_and_stop_none(pools: Pools, name: str
 def _sent(comm: Communicator) -> list[int]:
     job = Job("gpt", "1f1b", (1, 2, 1))
     case = CASES["gpt"]
-    sharded, made = cut_of(job, comm.size, comm.rank)
+    sharded, made = split_of(job, comm.size, comm.rank)
     inputs, targets = batch(case, 4, 0)
     parts = rows(targets, job.sizes)
     runtime = PipelineRuntime(sharded.stages, made, comm, lambda outputs, number: case.part(outputs, parts[number]))
@@ -220,7 +220,7 @@ def test_after_the_first_step_only_activations_and_gradients_are_sent(pools: Poo
 
 def _refused(comm: Communicator) -> list[str]:
     printed = []
-    sharded, made = cut_of(Job("mlp", "1f1b", (1, 1)), comm.size, comm.rank)
+    sharded, made = split_of(Job("mlp", "1f1b", (1, 1)), comm.size, comm.rank)
 
     def attempt(what: Callable[[], Any]) -> None:
         try:
@@ -246,7 +246,7 @@ def test_bad_requests_are_refused_on_every_rank(pools: Pools) -> None:
 
 
 def _bad_losses(comm: Communicator) -> list[str]:
-    sharded, made = cut_of(Job("mlp", "1f1b", (1,)), 1, 0)
+    sharded, made = split_of(Job("mlp", "1f1b", (1,)), 1, 0)
     printed = []
     for loss in (lambda outputs, number: outputs, lambda outputs, number: 3.0, None):
         try:

@@ -55,7 +55,7 @@ def test_qft_is_the_fourier_matrix() -> None:
     fourier = np.exp(2j * math.pi * np.outer(index, index) / 2**n) / 2 ** (n / 2)
     assert np.allclose(dense.unitary(Circuit(n).qft()), fourier)
     part = Circuit(n).qft(wires=(2, 0))
-    assert np.allclose(dense.unitary(part), dense.spread(fourier_of(2), (2, 0), n))
+    assert np.allclose(dense.unitary(part), dense.expanded(fourier_of(2), (2, 0), n))
     assert Circuit(n).qft(swaps=False).counts() == {"h": 4, "cp": 6}
 
 
@@ -81,10 +81,10 @@ def test_compose_places_and_controls(n: int, seed: int) -> None:
     wires = np.random.default_rng(seed).permutation(n + 1).tolist()
     inner = dense.unitary(circuit, weights)
     placed = Circuit(n + 1).compose(circuit, wires=wires[:n])
-    assert np.allclose(dense.unitary(placed, weights), dense.spread(inner, wires[:n], n + 1), atol=1e-12)
+    assert np.allclose(dense.unitary(placed, weights), dense.expanded(inner, wires[:n], n + 1), atol=1e-12)
     controlled = Circuit(n + 1).compose(circuit, wires=wires[:n], controls={wires[n]: 0})
     both = np.kron(np.diag([1, 0]), inner) + np.kron(np.diag([0, 1]), np.eye(2**n))
-    expected = dense.spread(both, [wires[n], *wires[:n]], n + 1)
+    expected = dense.expanded(both, [wires[n], *wires[:n]], n + 1)
     assert np.allclose(dense.unitary(controlled, weights), expected, atol=1e-12)
 
 

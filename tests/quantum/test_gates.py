@@ -128,7 +128,7 @@ def test_controls(kind: Gate, values: tuple[int, ...]) -> None:
     )
     (operation,) = circuit.operations
     angles = operation.angles()
-    assert np.allclose(dense.spread(operation.full_matrix(angles), operation.wires, n), dense.unitary(circuit))
+    assert np.allclose(dense.expanded(operation.full_matrix(angles), operation.wires, n), dense.unitary(circuit))
     for which in range(kind.parameters):
         matrix = operation.full_derivative(which, angles)
         generator = -1j * matrix @ operation.full_matrix(angles).conj().T

@@ -96,7 +96,7 @@ def test_hermitian_in_pauli_words(seed: int, wires: list[int], count: int) -> No
     made = 1.5 * Hermitian(array + array.conj().T, wires[:count]) + X(0)
     assert np.allclose(matrix(made), matrix(made.paulis()), atol=1e-12)
     assert np.allclose(
-        matrix(made), 1.5 * dense.spread(array + array.conj().T, wires[:count], N) + matrix(X(0)), atol=1e-12
+        matrix(made), 1.5 * dense.expanded(array + array.conj().T, wires[:count], N) + matrix(X(0)), atol=1e-12
     )
     assert made.paulis().blocks == ()
 

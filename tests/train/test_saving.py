@@ -100,9 +100,9 @@ def exported(comm: Communicator, folder: str, plan: str) -> list[str]:
     for name, parameter in plain.named_parameters():
         faults += stores.unequal(parameter.detach(), expected[name], name)
     other = stores.new_trainer("llama", plan, seed=9)
-    assert stores.unequal_pieces(other, expected)
+    assert stores.unequal_shards(other, expected)
     uni.import_weights(other, path)
-    return faults + stores.unequal_pieces(other, expected)
+    return faults + stores.unequal_shards(other, expected)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
