@@ -12,7 +12,7 @@ from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import Partial, Placement, local_slice
 
 
-def full_tensor(shape: Sequence[int], seed: int = 0) -> torch.Tensor:
+def full_values(shape: Sequence[int], seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
