@@ -110,7 +110,8 @@ def optimizer(config: Config) -> Callable[[Any], torch.optim.Optimizer]:
 @dataclass
 class Contestant:
     step: Callable[[Batch], torch.Tensor | None]
-    # Of what the loss on a rank is: the whole batch, its share (then the ranks' mean is the whole's), the last rank's.
+    # Of what the loss on a rank is: the full batch, its share (then the ranks' mean is the full batch's), the last
+    # rank's.
     loss_is: Literal["whole", "share", "last"]
 
 

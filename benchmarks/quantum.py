@@ -19,8 +19,8 @@ it may be off by 128 KiB for each core and kind of page. What an allocator keeps
 pages whose neighbours are in use, is not the row's. It is in the second figure, which is counted from a small circuit:
 what the process holds when a circuit of 5 wires with as many gates as the row's has been made and evaluated, twice, and
 is still there. That one depends on the small circuit's shape. Pages of files, which are code that ran for the first
-time, are not counted. What a machine has to have, libraries and all, is told beside it: the most that the process held,
-and how much of that was anonymous.
+time, are not counted. What a machine has to have, libraries and all, is reported beside it: the most that the process
+held, and how much of that was anonymous.
 
 Rows: hea-N (hardware-efficient ansatz of depth 10), qft-N, random-N (depth 20), grad-z-N and grad-p-N (gradient of sum
 Z, and of a sum of 20 Pauli words, for the ansatz).

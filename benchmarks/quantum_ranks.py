@@ -1,4 +1,4 @@
-"""A state spread over ranks against one process with as many threads, on the same cores.
+"""A state sharded over ranks against one process with as many threads, on the same cores.
 
 Both run a hardware-efficient ansatz with a CNOT ring, in turns; compiling is not counted.
 

@@ -21,7 +21,7 @@ class Net(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(inputs, hidden) * 0.01)
         self.weight2 = nn.Parameter(torch.randn(hidden, outputs) * 0.01)
-        # x is cut into 2 pieces along its rows and 4 along its columns, the weight into 4 along its rows.
+        # x has 2 shards along dim 0 and 4 along dim 1, the weight has 4 along dim 0.
         self.matmul = uni.shard(torch.matmul, in_strategy=((2, 4), (4, 1)))
         self.relu = torch.relu
         self.matmul2 = torch.matmul

@@ -132,7 +132,7 @@ def tensor() -> str:
 
 
 def sequence() -> str:
-    """Tokens are cut between the regions, whole within them."""
+    """Tokens are sharded between the regions, full within them."""
     c = Canvas(780, 210)
     for rank, y in enumerate((16, 108)):
         hue = HUES[rank]

@@ -345,7 +345,7 @@ def test_memory_that_changes_under_the_same_tensor(ranks4: RankPool) -> None:
 
 
 def unpicklable_objects(comm: Communicator) -> list[str]:
-    """What each rank is told when rank 2 gives a function that has no name."""
+    """What each rank raises when rank 2 gives a function that has no name."""
     bad = {"loss": lambda: 0} if comm.rank == 2 else {}
     calls: list[Callable[[], Any]] = [
         lambda: comm.all_gather_object(bad),

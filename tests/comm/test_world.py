@@ -79,7 +79,7 @@ def test_file_and_its_staleness(tmp_path: Path) -> None:
     jobs = [functools.partial(join_and_sum, init_method=url, rank=r, world_size=2) for r in range(2)]
     assert outputs(run_forked(jobs, tmp_path)) == EXPECTED
 
-    # A job that was killed leaves its file; one that follows, of any size, is told so on every rank.
+    # A job that was killed leaves its file; one that follows, of any size, gets an error on every rank.
     killed = [functools.partial(join_and_die, init_method=url, rank=r, world_size=2) for r in range(2)]
     assert [end.code for end in run_forked(killed, tmp_path)] == [-signal.SIGKILL] * 2
     assert (tmp_path / "meet").exists()

@@ -64,7 +64,7 @@ def test_every_call(ranks4: RankPool) -> None:
             assert found["group 0"] == [[[5.0, 4.0]], [[4.0, 2.0]], [[1.0, 2.0], [4.0, 2.0]]]
         if rank:
             assert found["group 1"] == [[[9.0, 6.0]], [[3.0, 2.0]], [[2.0, 2.0], [3.0, 2.0], [4.0, 2.0]]]
-        assert found["parameters"] == [1.0, 1.0, rank, rank]  # pieces of a shared layer are each rank's own
+        assert found["parameters"] == [1.0, 1.0, rank, rank]  # shards of a shared layer are each rank's own
     assert [each for found in answers for each in found["data"]] == [*range(10)]
 
 

@@ -245,7 +245,7 @@ def test_zero_does_not_guess_which_samples_count(pools: Pools) -> None:
 def shared_layers(comm: Any) -> list[Any]:
     """A row layer, a column layer and a row layer of sizes that do not divide; then the same on one process."""
     controller = CommController("mpi")
-    torch.manual_seed(comm.rank)  # ranks take pieces of what rank 0 draws
+    torch.manual_seed(comm.rank)  # ranks take shards of what rank 0 draws
     model = torch.nn.Sequential(
         RowParallelLinear(6, 7, tp_comm=controller, dtype=7),
         torch.nn.Tanh(),

@@ -43,7 +43,7 @@ def prove(
 
 @contextlib.contextmanager
 def _looking_ahead_once(task: tuple[Any, ...], plan: Plan) -> Iterator[None]:
-    """Before ranks communicate, hollow copies of the model are run: for the loss, in a pipeline's stages, and for the
+    """Before ranks communicate, meta copies of the model are run: for the loss, in a pipeline's stages, and for the
     width of heads. What that gives depends on the task and on these parts of the plan only."""
     pipeline = (plan.pp, plan.schedule, plan.chunks, plan.microbatches, plan.dp)
     looks = {"require_fitting_loss": (), "rehearse": pipeline}

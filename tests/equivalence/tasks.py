@@ -126,7 +126,7 @@ def _odd_gpt() -> nn.Module:
 
 
 def _unlike_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Sees logits in ways that need them whole."""
+    """Sees logits in ways that need them in full."""
     chosen = logits.log_softmax(-1).flatten(0, 1).gather(1, targets.clamp(min=0).flatten()[:, None])[:, 0]
     counted = (targets != -100).flatten()
     return -(chosen * counted).sum() / counted.sum() + 1e-2 * (logits**2).mean()
@@ -138,7 +138,7 @@ def _reshaped_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(shifted.float(), targets[:, 1:].reshape(-1), label_smoothing=0.1)
 
 
-# The embedding and the tied head are shared by ranks that do not divide the vocabulary; logits stay in pieces.
+# The embedding and the tied head are shared by ranks that do not divide the vocabulary; logits stay in shards.
 vocabulary = uni.Task(
     model=_odd_gpt,
     loss=_token_loss,

@@ -1,4 +1,4 @@
-"""Losses across the whole batch give what one device gives."""
+"""Losses across the full batch give what one device gives."""
 
 from __future__ import annotations
 

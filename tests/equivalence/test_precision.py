@@ -55,7 +55,7 @@ def test_a_wrong_scale_is_more_than_rounding(pools: Pools, dtype: str) -> None:
 def scales(comm: Communicator, plan: str) -> list[list[float]]:
     """Under the plan and on one device, where all steps overflow, and where none does.
 
-    In between, the scale at which a step overflows depends on how sums over samples are cut, and so on the plan.
+    In between, the scale at which a step overflows depends on how sums over samples are sharded, and so on the plan.
     """
     found = []
     for precision in (Precision("fp16", init_scale=2.0**40), Precision("fp16", init_scale=16, growth_interval=2)):

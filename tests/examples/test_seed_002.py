@@ -120,7 +120,7 @@ def test_what_the_summary_tables_say() -> None:
 
 
 def test_a_change_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A program whose forward or loop differs is told apart, so the tables cannot say what is not so."""
+    """A program whose forward or loop differs is distinguished, so the tables cannot say what is not so."""
     changes = _module("changes")
     for name in ("single", "simple_net", "manual_mp"):
         (tmp_path / f"{name}.py").write_text((FOLDER / f"{name}.py").read_text())

@@ -62,7 +62,7 @@ def test_the_commands_are_those_that_were_run(monkeypatch: pytest.MonkeyPatch) -
 
 
 def _has_what_the_document_shows(printed: str) -> None:
-    """step_parallel_begin: strategies and whole shapes. execute: local shapes and the group of the sum."""
+    """step_parallel_begin: strategies and full shapes. execute: local shapes and the group of the sum."""
     shards = " ".join(printed.split())
     for shown in (
         "matmul = matmul(input_0, p_weight) strategy ((2,4),(4,1))",

@@ -1,4 +1,4 @@
-"""The programs of document 004 (an overview of parallelism): each holds itself against one device, and says so."""
+"""The programs of document 004 (an overview of parallelism): each holds itself against one device, and reports it."""
 
 from __future__ import annotations
 

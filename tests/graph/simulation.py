@@ -1,4 +1,4 @@
-"""Ranks of a mesh in one process: an op's options run on pieces, put together again, against the op on the whole."""
+"""Ranks of a mesh in one process: an op's options run on shards, put together again, against the op on full tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def coordinates(mesh: Mesh) -> list[Coordinate]:
 
 
 def lay(tensor: torch.Tensor, placements: Placements, mesh: Mesh) -> Shards:
-    """Every rank's piece of a tensor; of a sum in parts, parts that are nothing special."""
+    """Every rank's shard of a tensor; of a sum in parts, parts that are nothing special."""
     shares = {coordinate: tensor.clone() for coordinate in coordinates(mesh)}
     summed = [axis for axis, placement in enumerate(placements) if is_partial(placement)]
     for axis in summed:
@@ -57,7 +57,8 @@ def _sharded(tensor: torch.Tensor, placements: Placements, mesh: Mesh, coordinat
 
 
 def assemble(shards: Shards, placements: Placements, shape: Sequence[int], mesh: Mesh) -> torch.Tensor:
-    """The whole tensor of pieces that lie so; an AssertionError where ranks that should hold the same do not."""
+    """The full tensor of shards with these placements; an AssertionError where ranks that should hold the same do
+    not."""
     any_shard = next(iter(shards.values()))
     full = torch.zeros(tuple(shape), dtype=any_shard.dtype)
     summed = [axis for axis, placement in enumerate(placements) if is_partial(placement)]
@@ -76,7 +77,7 @@ def assemble(shards: Shards, placements: Placements, shape: Sequence[int], mesh:
 
 
 class Talker:
-    """All ranks' talk: threads meet and each takes the sum or the largest of what they brought."""
+    """All ranks' collectives: threads meet and each takes the sum or the largest of what they brought."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -126,7 +127,7 @@ def run_shards(node: fx.Node, chosen: Sequence[Option], given: list[Shards], mes
 
 
 class _Full(NamedTuple):
-    """The op on whole tensors: what it takes and gives, and gradients for some seeds."""
+    """The op on full tensors: what it takes and gives, and gradients for some seeds."""
 
     learns: list[bool]
     results: tuple[torch.Tensor, ...]
@@ -172,7 +173,7 @@ def _run_alone(node: fx.Node, local: str | None, values: Sequence[torch.Tensor])
 
 
 def check_option(node: fx.Node, chosen: Sequence[Option], values: Sequence[torch.Tensor], mesh: Mesh) -> None:
-    """Outputs and gradients of the op on pieces are those of the op on whole tensors."""
+    """Outputs and gradients of the op on shards are those of the op on full tensors."""
     full = _reference(node, chosen, values)
     close = tolerance([*values, *full.results])
     given = [lay(v, tuple(o.inputs[i] for o in chosen), mesh) for i, v in enumerate(values)]
@@ -213,7 +214,7 @@ def _check_gradients(
         found = torch.autograd.grad([results[coordinate][i] for i in own], shards, seeded, allow_unused=True)
         return [torch.zeros_like(p) if grad is None else grad for p, grad in zip(shards, found, strict=True)]
 
-    if any(option.local for option in chosen):  # a backward may talk too
+    if any(option.local for option in chosen):  # a backward may communicate too
         with ThreadPoolExecutor(mesh.size()) as pool:
             grads = dict(zip(coordinates(mesh), pool.map(backward, coordinates(mesh)), strict=True))
     else:

@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 def _forward_collectives(assignment: Assignment) -> list[tuple[str, str, tuple[int, ...]]]:
-    """(source, kind, axes) of everything that talks in the forward pass."""
+    """(source, kind, axes) of everything that communicates in the forward pass."""
     found = []
     for move in assignment.reshards():
         route = find_route(move.spec.shape, 4, assignment.mesh.shape, move.current, move.wanted)

@@ -145,7 +145,7 @@ def go_on(comm: Communicator) -> None:
 
 
 def find_faults(comm: Communicator) -> list[tuple[bool, str]]:
-    """Whether a proof notices a gradient that is not summed, a mask that is drawn as if whole, a lost buffer."""
+    """Whether a proof notices a gradient that is not summed, a mask that is drawn as if full, a lost buffer."""
     plain = plain_record(TASK, 2, torch.float64)
     mesh = uni.Mesh((2,), ("dp",))
 

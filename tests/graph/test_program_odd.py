@@ -124,7 +124,7 @@ class Noisy(nn.Module):
 
 
 class Shuffled(nn.Module):
-    """Draws for the whole batch."""
+    """Draws for the full batch."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -55,7 +55,7 @@ def hold(comm: Communicator) -> None:
         assert state[0].shape == ((12, 8) if stage == 0 else (6, 8))
         uncut = dict(program.named_parameters())["4.weight"]  # 3 rows: the first dim that two ranks can cut is the next
         assert uncut.shape == ((3, 6) if stage < 2 else (3, 3))
-        assert state[5].shape == (3,)  # its bias cannot be cut
+        assert state[5].shape == (3,)  # its bias cannot be sharded
         text = str(program)
         assert ("all_gather" in text, "reduce_scatter" in text) == ((stage > 1,) * 2)
 
@@ -78,7 +78,7 @@ def go_on(comm: Communicator) -> None:
 
 
 def full_weights_kept(comm: Communicator, stage: int) -> int:
-    """How many gathered parameters are still whole in memory between forward and backward."""
+    """How many gathered parameters are still full in memory between forward and backward."""
     program = _program(stage)
     noted = GatherInBackward() if program._again is None else program._again
     if program._again is None:
@@ -88,7 +88,7 @@ def full_weights_kept(comm: Communicator, stage: int) -> int:
     else:
         with noted:
             loss = program._form("train", _batch(0))[0](tensors_in(_batch(0)))[0][0]
-    assert len(noted._gathered) == 5  # all but the last bias, which cannot be cut
+    assert len(noted._gathered) == 5  # all but the last bias, which cannot be sharded
     alive = sum(not reference.expired() for reference, _, _ in noted._gathered.values())
     assert loss is not None
     loss.backward()

@@ -120,7 +120,7 @@ def test_a_program_is_found_under_a_limit(search: str) -> None:
     least = ilp.min_bytes(problem)
     free, tight = find(traced, TP, search), find(traced, TP, search, memory=1.01 * least)
     assert bytes_held(problem, tight) <= 1.01 * least < bytes_held(problem, free)
-    assert len(free.reshards()) < len(tight.reshards())  # room is paid for with talk
+    assert len(free.reshards()) < len(tight.reshards())  # room is paid for with communication
 
 
 def bytes_held(problem: Problem, found: Assignment) -> float:
@@ -156,7 +156,7 @@ def block(name: str) -> Trace:
 
 
 def by_hand(name: str, found: Trace) -> list[Mark]:
-    """The layout of Megatron: what opens a block is cut by columns, what closes it by rows."""
+    """The layout of Megatron: what opens a block is sharded by columns, what closes it by rows."""
     is_turned = name == "gpt2"  # its layers keep their weights the other way round
     marks = []
     for node, path in found.parameters.items():

@@ -1,4 +1,4 @@
-"""Tensors laid out on a mesh by hand, to compare what was moved there with."""
+"""Tensors placed on a mesh by hand, to compare what was moved there with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def full_values(shape: Sequence[int], seed: int = 0) -> torch.Tensor:
 
 
 def part_of(full: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> torch.Tensor:
-    """This rank's local tensor; parts of a Partial differ from rank to rank and reduce to the whole."""
+    """This rank's local tensor; parts of a Partial differ from rank to rank and reduce to the full tensor."""
     axes = [mesh.names[axis] for axis, placement in enumerate(placements) if isinstance(placement, Partial)]
     part = full
     if axes:

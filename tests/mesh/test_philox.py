@@ -1,4 +1,4 @@
-"""The generator: its published words, its implementations against each other, and regions of whole tensors."""
+"""The generator: its published words, its implementations against each other, and regions of full tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that do not depend on the plan: masks of parts are parts of the whole's mask, bit for bit."""
+"""Numbers that do not depend on the plan: masks of parts are parts of the full tensor's mask, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every pair of placements: the values, the gradients, and what was said for them."""
+"""Every pair of placements: the values, the gradients, and the communication for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES = ("a", "b", "c")
 
 
 def check_pair(shape: Sequence[int], mesh: Mesh, source: Sequence[Placement], target: Sequence[Placement]) -> None:
-    """Reshard a tensor and compare its values and its gradient with those of the whole tensor."""
+    """Reshard a tensor and compare its values and its gradient with those of the full tensor."""
     case = f"{tuple(shape)} on {mesh}: {source} -> {target}"
     full, weight = full_values(shape, 1), full_values(shape, 2)
     local, placed = placed_by_hand(full, mesh, source)
@@ -122,7 +122,7 @@ def test_other_reductions(pools: Pools) -> None:
     pools("gloo", 4).run(check_other_ops)
 
 
-# ---- what is said ------------------------------------------------------------------------------------------------
+# ---- communication -----------------------------------------------------------------------------------------------
 
 LINE = [
     # source, target, the one collective, the bytes of this rank's tensor in it, bytes that it sends (8x8 float64, n=4)

@@ -24,7 +24,7 @@ def kinds(mesh: tuple[int, ...], source: tuple[Placement, ...], target: tuple[Pl
         ((P,), (S1,), ["reduce_scatter"]),
         ((P, P), (R, R), ["all_reduce"]),
         ((P, P), (S0, S1), ["reduce_scatter", "reduce_scatter"]),
-        # Cutting before the talk makes the talk smaller.
+        # Sharding before communication makes it smaller.
         ((P, R), (R, S0), ["slice", "all_reduce"]),
         ((S0, P), (R, S1), ["reduce_scatter", "all_gather"]),
     ],

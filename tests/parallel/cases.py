@@ -115,7 +115,7 @@ class Record:
 
 
 def plain(name: str, samples: int) -> Record:
-    """One process, the whole batch at once."""
+    """One process, the full batch at once."""
     case = CASES[name]
     model = build(case)
     first = {key: value.detach().clone() for key, value in model.named_parameters()}

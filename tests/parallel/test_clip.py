@@ -1,4 +1,4 @@
-"""Clipping and scaling over pieces of every kind, against torch's functions on the whole model."""
+"""Clipping and scaling over shards of every kind, against torch's functions on the full model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts: the quick form against the naive one, and spread over ranks against one process."""
+"""Mixtures of experts: the quick form against the naive one, and sharded over ranks against one process."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def summed_gradients(model: nn.Module, mesh: Mesh) -> None:
 def trained(
     model: Model, rows: int, mesh: Mesh | None, context: Context | None = None
 ) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
-    """The losses, and by name the gradients of the first step and the parameters after three, all of them whole."""
+    """The losses, and by name the gradients of the first step and the parameters after three, all of them in full."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, seen = [], []
 

@@ -102,7 +102,7 @@ def _trained(make: Any, plan: str, loss: Any, targets: torch.Tensor | None = Non
 
 
 def peak_of_building(comm: Communicator, kind: str, plan: str) -> tuple[int, int, str]:
-    """The most memory that building took, what is held afterwards, in bytes, and why it was built whole."""
+    """The most memory that building took, what is held afterwards, in bytes, and why it was built in full."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         trainer = _trained(lambda: big(kind), plan, F.mse_loss)
     peak = _peak(profile)
@@ -130,7 +130,7 @@ def test_a_rank_never_has_more_than_its_own_and_a_tensor_more(
 
 
 def differing(comm: Communicator, name: str, plan: str) -> tuple[list[str], str]:
-    """The parameters and buffers here that are not a part of what one process has, and why it was built whole."""
+    """The parameters and buffers here that are not a part of what one process has, and why it was built in full."""
     task = getattr(tasks, name)
     trainer = parallelize(
         task.model,
@@ -278,7 +278,7 @@ class Recurrent(nn.Module):
 
 
 def recurrent_share(comm: Communicator, plan: str) -> tuple[str, int, float]:
-    """Why it was built whole, the weights of a rank, and the loss of the second step."""
+    """Why it was built in full, the weights of a rank, and the loss of the second step."""
     batch = torch.ones(6, 3, 8), torch.zeros(6, 3, 8)
     trainer = parallelize(Recurrent, plan, loss=F.mse_loss, optimizer=torch.optim.SGD, example=batch)
     trainer.step(batch)

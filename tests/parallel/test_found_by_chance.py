@@ -442,7 +442,7 @@ def test_a_recomputation_inside_a_region_leaves_it_for_the_next_microbatch(pools
 
 
 class Balanced(nn.Module):
-    """Experts with a capacity, which is of the whole batch under any plan, and an output made of all samples."""
+    """Experts with a capacity, which is of the full batch under any plan, and an output made of all samples."""
 
     def __init__(self) -> None:
         super().__init__()

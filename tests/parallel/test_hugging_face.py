@@ -136,7 +136,7 @@ LATENT: dict[str, Any] = {
 
 
 def deepseek_v2() -> nn.Module:
-    """Latent attention: a key that all heads share goes past the layers that are cut."""
+    """Latent attention: a key that all heads share goes past the layers that are sharded."""
     return transformers.DeepseekV2ForCausalLM(transformers.DeepseekV2Config(**SIZES, **LATENT))
 
 

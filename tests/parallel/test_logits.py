@@ -1,4 +1,5 @@
-"""Logits in pieces: they look like the whole, and the loss on them is that of the whole, without gathering it."""
+"""Logits in shards: they look like the full tensor, and the loss on them is that of the full tensor, without gathering
+it."""
 
 from __future__ import annotations
 

@@ -378,7 +378,7 @@ def test_loops_that_cannot_be_right_are_refused(
 
 
 def other_things_work(comm: Communicator) -> None:
-    """torch's clipping where gradients are whole; clip= of the plan; a second optimizer; steps between."""
+    """torch's clipping where gradients are full; clip= of the plan; a second optimizer; steps between."""
     x, y = batch_of(smooth, 0)
     model = build(NoDropout, 0).double()
     trainer = trainer_of(smooth, "dp=2", clip=0.05)

@@ -1,4 +1,4 @@
-"""The partial losses of ranks and microbatches sum to the user's loss on the whole batch, whatever it counts."""
+"""The partial losses of ranks and microbatches sum to the user's loss on the full batch, whatever it counts."""
 
 from __future__ import annotations
 
@@ -346,7 +346,7 @@ def test_ranks_that_have_all_targets_ask_once(pools: Pools) -> None:
 
 
 def computed(comm: Communicator) -> list[int]:
-    """A loss whose counting would compute on the whole batch's outputs keeps asking."""
+    """A loss whose counting would compute on the full batch's outputs keeps asking."""
     outputs, targets = batch(rows=6)
     mine = slice(3 * comm.rank, 3 * comm.rank + 3)
     squares = GlobalLoss(lambda o, t: (o.softmax(-1) ** 2).mean(), comm)

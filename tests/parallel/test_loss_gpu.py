@@ -29,7 +29,7 @@ def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def _batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both ranks have the same, for the one that is there brings its own in the place of the other's."""
+    """Both ranks have the same, for the one that is there brings its own instead of the other's."""
     drawn = torch.Generator().manual_seed(seed)
     return torch.randn(32, 16, generator=drawn).repeat(2, 1), torch.randint(-1, 8, (32,), generator=drawn).repeat(2)
 

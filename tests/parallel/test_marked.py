@@ -1,4 +1,4 @@
-"""Marks in the place of a plan: the plan that follows from them, and that training under it gives what one device
+"""Marks instead of a plan: the plan that follows from them, and that training under it gives what one device
 gives; and the same stages as a static program."""
 
 from __future__ import annotations

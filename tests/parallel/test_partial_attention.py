@@ -19,7 +19,7 @@ BOUNDS = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 5e-3, torch.
 def in_parts(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor, splits: list[int], **rules: Any
 ) -> list[torch.Tensor]:
-    """Output and gradients when the keys come in pieces of these lengths."""
+    """Output and gradients when the keys come in shards of these lengths."""
     rule = AttentionRules(1 / math.sqrt(q.shape[-1]), **rules)
     full = MergedAttention(q, v.shape[-1])
     everything = slice(0, q.shape[2])

@@ -1,4 +1,4 @@
-"""predict and evaluate under every kind of plan: outputs of the whole batch in its order, on every rank."""
+"""predict and evaluate under every kind of plan: outputs of the full batch in its order, on every rank."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_outputs_are_those_of_one_device(pools: Pools, task: str, plan: str) -> 
 
 
 class Odd(nn.Module):
-    """Gives what has no rows, or cannot be cut."""
+    """Gives what has no samples, or cannot be sharded."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

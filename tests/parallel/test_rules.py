@@ -24,7 +24,7 @@ Pools = Callable[[str, int], RankPool]
 
 
 def test_gpt_without_rules(pools: Pools) -> None:
-    """Attention and MLP are found in the blocks; the embeddings stay whole."""
+    """Attention and MLP are found in the blocks; the embeddings stay full."""
     found = pools("gloo", 4).run(check_training, gpt, sentences, next_tokens)[0]
     block = [
         "attention.qkv.weight",

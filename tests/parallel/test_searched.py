@@ -22,7 +22,7 @@ def test_layers_are_split_where_little_travels() -> None:
         styles_of(model, 2)
     rules = fitting_rules(model, 2, None, unnamed.tower.batch(0))
     assert rules is not None
-    assert (rules["alpha"], rules["beta"]) == ("column", "row")  # nothing is said in between
+    assert (rules["alpha"], rules["beta"]) == ("column", "row")  # nothing is communicated in between
     assert (rules["gamma"], rules["tilt"], rules["delta"]) == ("column", "channels", "row")
     assert {"alpha", "beta", "gamma", "tilt", "delta", "odd"} == set(rules)
     assert fitting_rules(model, 5, None, unnamed.tower.batch(0)) is None  # no layer that five ranks divide

@@ -1,4 +1,4 @@
-"""Tensor parallelism against the plain model: outputs, gradients, steps, what is cut and what is said."""
+"""Tensor parallelism against the plain model: outputs, gradients, steps, what is sharded and what is communicated."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def test_cross_entropy_never_gathers_logits(pools: Pools, smoothing: float, redu
     pools("gloo", 4).run(check_cross_entropy, smoothing, reduction, dtype)
 
 
-# ---- what is said --------------------------------------------------------------------------------------------------
+# ---- communication -------------------------------------------------------------------------------------------------
 
 
 def counted_step(model: nn.Module, mesh: Mesh, objective: Callable[..., torch.Tensor]) -> traffic.Traffic:

@@ -1,4 +1,4 @@
-"""ZeRO: the same results with state, gradients and parameters spread over the replicas; and what each stage costs."""
+"""ZeRO: the same results with state, gradients and parameters sharded over the replicas; and what each stage costs."""
 
 from __future__ import annotations
 
@@ -342,7 +342,7 @@ def test_half_parameters_follow_a_float32_copy(pools: Pools, stage: int) -> None
     pools("gloo", 2).run(mixed, stage, stage == 2)
 
 
-# ---- parameters that are whole only while they work ------------------------------------------------------------------
+# ---- parameters that are full only while they work ------------------------------------------------------------------
 
 
 class Straight(replicas.Net):
@@ -356,7 +356,7 @@ class Straight(replicas.Net):
 
 
 def freed(comm: Communicator) -> tuple[list[int], list[int], list[int]]:
-    """In each block's forward and backward of a second step: how many blocks are whole, and how many gathers and
+    """In each block's forward and backward of a second step: how many blocks are full, and how many gathers and
     reductions have begun."""
     mesh = Mesh((comm.size,), ("dp",))
     model = Straight(blocks=5).double()
@@ -409,7 +409,7 @@ def recomputed(comm: Communicator, use_reentrant: bool) -> None:
 
 
 class Checkpointed(replicas.Net):
-    """Recomputes whole blocks, from outside them."""
+    """Recomputes full blocks, from outside them."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.tokens(x) + self.row

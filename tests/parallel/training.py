@@ -108,7 +108,7 @@ def check_training(
     optimizer: str = "AdamW",
     parallel_objective: Objective | None = None,
 ) -> dict[str, Any]:
-    """Two steps of both; returns the names of the parameters that were cut and of those summed over tp."""
+    """Two steps of both; returns the names of the parameters that were sharded and of those summed over tp."""
     mesh = tp_mesh(comm)
     expected = comm.broadcast_object(_plain(build, batch, objective, optimizer) if comm.rank == 0 else None)
     model = seeded(build)

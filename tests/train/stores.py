@@ -19,7 +19,7 @@ from unisono.train.checkpoint.inventory import named_tensors
 
 
 class AttentionBlock(nn.Module):
-    """Half of a GPT's block: all kinds of pieces that the other half has."""
+    """Half of a GPT's block: all kinds of shards that the other half has."""
 
     def __init__(self, full_value: Any) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def shards_here(trainer: Trainer) -> dict[str, Any]:
 
 
 def joined(path: Path, ranks: int, trainer: Trainer) -> dict[str, Any]:
-    """The whole state, from what all ranks have put down."""
+    """The full state, from what all ranks have put down."""
     wholes: dict[tuple[str, ...], Any] = {}
 
     def join(key: tuple[str, ...], shard: Any) -> None:
@@ -167,7 +167,7 @@ def load(comm: Communicator, folder: str, task: str, saved: list[str], plan: str
 
 
 def unequal_here(trainer: Trainer, state: dict[str, Any]) -> list[str]:
-    """How what this rank has differs from its part of a whole state."""
+    """How what this rank has differs from its part of a full state."""
     optimizer = trainer.optimizer
     faults = unequal_shards(trainer, state["model"])
     for name, tensor in trainer.optimized():

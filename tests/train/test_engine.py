@@ -546,7 +546,7 @@ class Counting(Reciprocal):
 
 
 class Kept(uni.Callback):
-    """The whole state after each step."""
+    """The full state after each step."""
 
     def __init__(self) -> None:
         self.states: list[dict[str, Any]] = []

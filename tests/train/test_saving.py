@@ -1,4 +1,4 @@
-"""Saving on several ranks: one that fails, one that is killed, and pieces that no rank should have had."""
+"""Saving on several ranks: one that fails, one that is killed, and shards that no rank should have had."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from unisono.train.checkpoint.inventory import collect
 
 
 def failing_rank(comm: Communicator, folder: str) -> list[str]:
-    """Rank 2 may not write files of more than a few bytes: what every rank is told, saving at once and aside."""
+    """Rank 2 may not write files of more than a few bytes: what every rank raises, saving at once and aside."""
     trainer = stores.trainer_of("slim", "dp=4,zero=3")
     checkpoints = uni.Checkpoints(folder)
     checkpoints.save(trainer, 1)
@@ -60,7 +60,7 @@ def test_a_rank_that_cannot_write_is_named_on_every_rank(pools: Callable[[str, i
 
 
 def written_once(comm: Communicator, plan: str) -> tuple[int, int, int]:
-    """Bytes that this rank writes, that it holds, and of the whole state."""
+    """Bytes that this rank writes, that it holds, and of the full state."""
     trainer = stores.trainer_of("slim", plan)
     if not trainer.optimizer.state:
         stores.steps(trainer, "slim", 0, 1)

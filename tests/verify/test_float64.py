@@ -1,4 +1,5 @@
-"""Kernels that have no float64: replaced for the proof where we know how, else the proof is in float32, and says so."""
+"""Kernels that have no float64: replaced for the proof where we know how, else the proof is in float32, and reports
+it."""
 
 from __future__ import annotations
 

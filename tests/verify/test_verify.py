@@ -103,7 +103,7 @@ def test_the_matrix_of_all_plans(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0, shown
     rows = {line.split()[0]: line for line in shown.splitlines() if line and not line.startswith(" ")}
     assert rows["dp=2"].split()[-1] == "equivalent"
-    assert rows["tp=2"].split()[-1] == "equivalent"  # its layers are cut by search
+    assert rows["tp=2"].split()[-1] == "equivalent"  # its layers are sharded by search
     assert rows["cp=2"].split()[-1] == "refused"
     assert "plans equivalent" in shown.splitlines()[-1]
     assert "refused: " in shown

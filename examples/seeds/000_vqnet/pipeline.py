@@ -1,8 +1,8 @@
 """An AlexNet of two pipeline stages, trained to the parameters of one process.
 
 Document 000, PipelineParallelTrainingWrapper: batches of 64 in microbatches of 32, 1F1B, Adam. The images are
-scikit-learn's digits in the place of CIFAR-10 (which pyvqnet.data.CIFAR10_Dataset reads where its files are), 32 pixels
-wide in the place of 224, and the linear layers are narrower.
+scikit-learn's digits instead of CIFAR-10 (which pyvqnet.data.CIFAR10_Dataset reads where its files are), 32 pixels
+wide instead of 224, and the linear layers are narrower.
 
 vqnetrun -n 2 python examples/seeds/000_vqnet/pipeline.py
 """

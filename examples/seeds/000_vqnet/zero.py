@@ -1,7 +1,7 @@
-"""An MLP whose Adam state is spread over two ranks (ZeRO 1), trained to the parameters of one process.
+"""An MLP whose Adam state is sharded over two ranks (ZeRO 1), trained to the parameters of one process.
 
-Document 000, ZeroModelInitial, with scikit-learn's digits in the place of MNIST and narrower layers. As there, every
-rank is given the whole batch.
+Document 000, ZeroModelInitial, with scikit-learn's digits instead of MNIST and narrower layers. As there, every
+rank is given the full batch.
 
 vqnetrun -n 2 python examples/seeds/000_vqnet/zero.py
 """

@@ -4,7 +4,7 @@ Document 001, "我们自己的Ring-Allreduce".
 
 unisono run -n 4 examples/seeds/001_torch/ring.py
 
-First the document's: whole tensors go round, so a rank sends size - 1 of them. Then the exercise that it leaves to
+First the document's: full tensors go round, so a rank sends size - 1 of them. Then the exercise that it leaves to
 the reader, uni.ring_all_reduce (src/unisono/comm/ring.py, thirty lines): chunks go round twice, less than two tensors
 in all. Printed: how far each is from comm.all_reduce.
 """

@@ -24,7 +24,7 @@ import unisono as uni
 class Net(PlainNet):
     def __init__(self) -> None:
         super().__init__()
-        # The input is cut into 2 pieces along the batch and 4 along the width, the weight into 4 along its height.
+        # The input has 2 shards along the batch and 4 along the width, the weight 4 along its height.
         self.matmul = uni.shard(torch.matmul, in_strategy=((2, 4), (4, 1)))
 
 

@@ -4,7 +4,7 @@ Document 004, "FSDP".
 
 unisono run -n 4 examples/seeds/004_overview/fsdp.py
 
-ZeRO's three stages: optimizer state, then gradients, then parameters are cut into a piece a rank; torch's name for
+ZeRO's three stages: optimizer state, then gradients, then parameters are sharded over the ranks; torch's name for
 the third is FSDP. Printed for each stage: how much of the optimizer's state and of the parameters rank 0 keeps
 between steps, and the worst deviation from one device.
 """
