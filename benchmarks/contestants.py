@@ -263,7 +263,7 @@ def deepspeed(stage: int) -> Make:
             "train_batch_size": config.batch,
             "train_micro_batch_size_per_gpu": config.batch // dist.get_world_size(),
             "zero_allow_untested_optimizer": True,
-            # The memory-efficient linear layer would take the place of F.linear for all contestants in the process.
+            # The memory-efficient linear layer would replace F.linear for all contestants in the process.
             "zero_optimization": {"stage": stage, **({"memory_efficient_linear": False} if stage == 3 else {})},
         }
         with contextlib.redirect_stdout(io.StringIO()):

@@ -77,14 +77,14 @@ def main() -> None:
     chance = random.Random(chosen.seed)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
-        job = start(place / "undisturbed", chosen.plan, chosen.steps, chosen.ranks)
+        root = Path(name)
+        job = start(root / "undisturbed", chosen.plan, chosen.steps, chosen.ranks)
         wanted = digest_of(job.communicate()[0])
         print(f"undisturbed: {chosen.steps} steps under {chosen.plan}, state {wanted}", flush=True)
         killed, jobs, lost, repeated = 0, 0, 0, 0
         counted: Counter[str] = Counter()
         while killed < chosen.kills:
-            folder = place / f"job{jobs}"
+            folder = root / f"job{jobs}"
             job = start(folder, chosen.plan, chosen.steps, chosen.ranks)
             here = disturb(job, chosen.kills - killed, chance)
             output = job.communicate()[0]

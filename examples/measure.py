@@ -82,7 +82,7 @@ def table(plans: list[str], address: str) -> None:
     print(f"{'plan':<{width}}     loss  parameters  gradients  optimizer  activations    sent KB  by")
     for plan in plans:
         ranks = measure(address, plan)
-        most = [max(cost[place] for cost in ranks) / 1000 for place in range(1, 6)]
+        most = [max(cost[index] for cost in ranks) / 1000 for index in range(1, 6)]
         output = ", ".join(f"{count} {name}" for name, count in sorted(ranks[0].calls.items()))
         print(
             "{:<{}}  {:.5f}  {:10.1f} {:10.1f} {:10.1f} {:12.1f} {:10.1f}".format(plan, width, ranks[0].loss, *most),

@@ -85,8 +85,8 @@ def run_shell(
 
 
 def _with_words(job: Callable[[list[str]], Any]) -> None:
-    place, *words = json.loads(os.environ.pop("MPI_RANKS_WORDS"))
-    os.chdir(place)
+    directory, *words = json.loads(os.environ.pop("MPI_RANKS_WORDS"))
+    os.chdir(directory)
     job(words)
 
 

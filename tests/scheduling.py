@@ -69,4 +69,4 @@ class FilesScheduling(LoadScopeScheduling):
 def turn(path: PurePath) -> int:
     """The sooner, the lower."""
     name = f"{path.parent.name}/{path.name}"
-    return next((place for place, start in enumerate(LONG) if name.startswith(start)), len(LONG))
+    return next((index for index, start in enumerate(LONG) if name.startswith(start)), len(LONG))

@@ -77,7 +77,7 @@ class Warm(subprocess.Popen[Any]):
         super().__init__(list(words), **options)
 
     def _execute_child(self, *given: Any) -> None:
-        """In the place of fork and exec."""
+        """Instead of fork and exec."""
         named = inspect.signature(super()._execute_child).bind(*given).arguments  # type: ignore[misc]
         streams = [named[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         order = {

@@ -248,7 +248,7 @@ class _Forked(subprocess.Popen[bytes]):
         super().__init__([act.__module__], **options)
 
     def _execute_child(self, *given: Any) -> None:
-        """In the place of fork and exec."""
+        """Instead of fork and exec."""
         named = inspect.signature(super()._execute_child).bind(*given).arguments  # type: ignore[misc]
         streams = [named[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         self.pid = os.fork()

@@ -154,9 +154,9 @@ def context() -> str:
     c = Canvas(730, 330)
     cells, size, ranks = 16, 16, 4
     order = Tokens.zigzag(cells, ranks)
-    owner = {int(place): rank for rank in range(ranks) for place in order.positions(rank)}
+    owner = {int(position): rank for rank in range(ranks) for position in order.positions(rank)}
     for name, left, holder in (
-        ("consecutive: rank 3 works most", 40, {place: place // 4 for place in range(cells)}),
+        ("consecutive: rank 3 works most", 40, {position: position // 4 for position in range(cells)}),
         ("zigzag: all work alike", 420, owner),
     ):
         c.words(left + 128, 24, name, bold=True)
@@ -214,11 +214,13 @@ def recompute() -> str:
             c.parts.append(
                 f'<rect x="{left}" y="{top - 8}" width="212" height="56" rx="6" fill="none" stroke="{LINE}"/>'
             )
-            for place, is_kept in enumerate(which):
-                c.box(left + 8 + 40 * place, top + 2, 34, 36, HUES[0 if is_kept else 2], fill=0.75 if is_kept else 0.06)
-    for place, name in enumerate(names):
+            for position, is_kept in enumerate(which):
+                c.box(
+                    left + 8 + 40 * position, top + 2, 34, 36, HUES[0 if is_kept else 2], fill=0.75 if is_kept else 0.06
+                )
+    for position, name in enumerate(names):
         c.parts.append(
-            f'<text x="{121 + 40 * place}" y="24" text-anchor="middle" font-size="10" fill="{SOFT}">{name}</text>'
+            f'<text x="{121 + 40 * position}" y="24" text-anchor="middle" font-size="10" fill="{SOFT}">{name}</text>'
         )
     c.words(428, 264, "filled: kept for the backward; empty: computed again in it", soft=True)
     return c.svg()

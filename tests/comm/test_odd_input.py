@@ -201,11 +201,11 @@ def test_what_careful_users_try(ranks4: RankPool, part: Callable[[Communicator],
 def short_messages(comm: Communicator) -> None:
     """Less than was expected is an error, and told as what it is, however it is received."""
     receives: list[Callable[[torch.Tensor], Any]] = [
-        lambda place: comm.recv(place, 0),
-        lambda place: comm.recv(place),
-        lambda place: comm.irecv(place, 0).wait(),
-        lambda place: comm.exchange(recvs=[(place, 0)]),
-        lambda place: comm.exchange(recvs=[(place, 0)], async_op=True).wait(),
+        lambda buffer: comm.recv(buffer, 0),
+        lambda buffer: comm.recv(buffer),
+        lambda buffer: comm.irecv(buffer, 0).wait(),
+        lambda buffer: comm.exchange(recvs=[(buffer, 0)]),
+        lambda buffer: comm.exchange(recvs=[(buffer, 0)], async_op=True).wait(),
     ]
     how_many = "3" if comm.backend == "mpi" else "fewer"
     for dtype in (torch.float32, torch.int16):
@@ -218,9 +218,9 @@ def short_messages(comm: Communicator) -> None:
                     MessageError, match=rf"expected 9 elements \({dtype}\), but rank 0 sent {how_many}$"
                 ):
                     receive(torch.zeros(9, dtype=dtype))
-                place = torch.zeros(3, dtype=dtype)
-                receive(place)  # what comes after it arrives
-                assert place.tolist() == [1, 1, 1]
+                buffer = torch.zeros(3, dtype=dtype)
+                receive(buffer)  # what comes after it arrives
+                assert buffer.tolist() == [1, 1, 1]
 
 
 def test_a_message_that_is_too_short(ranks4: RankPool) -> None:

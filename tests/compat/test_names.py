@@ -72,11 +72,11 @@ distributed.get_rank distributed.get_local_rank distributed.init_group distribut
 def found(path: str) -> Any:
     """By attributes; modules that nobody has imported yet are imported on the way, as a program's import would."""
     value: Any = importlib.import_module(ROOT)
-    place = ROOT
+    module_path = ROOT
     for name in path.split("."):
-        place = f"{place}.{name}"
+        module_path = f"{module_path}.{name}"
         if not hasattr(value, name) and inspect.ismodule(value):
-            importlib.import_module(place)
+            importlib.import_module(module_path)
         value = getattr(value, name)
     return value
 

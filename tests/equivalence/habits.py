@@ -127,8 +127,8 @@ class PositionBias(nn.Module):
         self.table = nn.Parameter(torch.randn(2 * TOKENS, HEADS))
 
     def forward(self, tokens: int) -> torch.Tensor:
-        place = torch.arange(tokens, device=self.table.device)
-        return self.table[place[:, None] - place + TOKENS].permute(2, 0, 1)[None]
+        positions = torch.arange(tokens, device=self.table.device)
+        return self.table[positions[:, None] - positions + TOKENS].permute(2, 0, 1)[None]
 
 
 class BiasedBlock(Block):
@@ -273,8 +273,8 @@ class ScaledHeads(Attention):
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         q, k, v = self.projected(x)
-        place = torch.arange(x.shape[1], device=x.device)
-        distance = (place[:, None] - place).abs()
+        positions = torch.arange(x.shape[1], device=x.device)
+        distance = (positions[:, None] - positions).abs()
         scores = self.norm_q(q) @ self.norm_k(k).transpose(-1, -2) * self.temperature
         scores = scores - self.slopes[:, None, None] * distance
         scores = scores.masked_fill(distance > 3, float("-inf"))

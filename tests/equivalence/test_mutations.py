@@ -168,7 +168,7 @@ def send_to_the_wrong_rank(trainer: Trainer) -> None:
 
 
 def forget_a_microbatch(trainer: Trainer) -> None:
-    """Gradients of the last microbatch take the place of all."""
+    """Gradients of the last microbatch replace those of all."""
     partial_loss = trainer._partial_loss
 
     def forgetting(outputs: Any, number: int) -> torch.Tensor:

@@ -164,11 +164,11 @@ def find_faults(comm: Communicator) -> list[tuple[bool, str]]:
 
     def wrong_rank(program: Program) -> None:
         """Rank 1 draws other numbers for its dropout."""
-        for place, each in enumerate(program.lowered.instructions):
+        for index, each in enumerate(program.lowered.instructions):
             if comm.rank == 1 and isinstance(each, Compute) and "draw" in each.node.meta:
                 node = fx.Graph().node_copy(each.node, lambda given: given)
                 node.meta = {**each.node.meta, "draw": ("elsewhere", 0)}
-                program.lowered.instructions[place] = replace(each, node=node)
+                program.lowered.instructions[index] = replace(each, node=node)
         program._shown = Executable(program.lowered, program.shards, program.random, torch.device("cpu"))
         program._forms[next(iter(program._forms))] = program._shown
 

@@ -147,7 +147,7 @@ def test_a_part_within_a_part(inner: range | torch.Tensor, expected: list[int]) 
         part = Part(inner, 4).within(Part(outer, 12))
         assert (list(map(int, part.positions)), part.total) == (expected, 12)
     strided = Part(inner, 4).within(Part(range(1, 12, 3), 12))
-    assert list(map(int, strided.positions)) == [3 * (place - 4) + 1 for place in expected]
+    assert list(map(int, strided.positions)) == [3 * (position - 4) + 1 for position in expected]
 
 
 def test_bad_parts() -> None:

@@ -18,7 +18,7 @@ def expanded(matrix: np.ndarray, wires: Sequence[int], n: int) -> np.ndarray:
     rest = [wire for wire in range(n) if wire not in wires]
     full = np.kron(matrix, np.eye(2 ** len(rest))).reshape([2] * (2 * n))
     order = list(np.argsort([*wires, *rest]))
-    return full.transpose(order + [n + place for place in order]).reshape(2**n, 2**n)
+    return full.transpose(order + [n + axis for axis in order]).reshape(2**n, 2**n)
 
 
 def operator(operation: Any, angles: Sequence[float], n: int) -> np.ndarray:
@@ -57,7 +57,7 @@ def branches(circuit: Any) -> list[tuple[float, tuple[int, ...], np.ndarray]]:
                 part = expanded(PROJECTOR[outcome], each.targets, n) @ vector
                 share = np.vdot(part, part).real
                 if share > 1e-12:
-                    written = [outcome if place in each.bits else bit for place, bit in enumerate(bits)]
+                    written = [outcome if axis in each.bits else bit for axis, bit in enumerate(bits)]
                     flip = expanded(PAULI["X"], each.targets, n) if outcome and each.name == "reset" else np.eye(2**n)
                     after.append((chance * share, tuple(written), flip @ part / np.sqrt(share)))
         courses = after

@@ -100,7 +100,7 @@ def test_derivative_and_spectrum(kind: Gate) -> None:
     angles, step = ANGLES[: kind.parameters], 1e-5
     assert len(kind.spectra) == kind.parameters
     for which in range(kind.parameters):
-        moved = [[a + sign * step * (place == which) for place, a in enumerate(angles)] for sign in (1, -1)]
+        moved = [[a + sign * step * (index == which) for index, a in enumerate(angles)] for sign in (1, -1)]
         numeric = (kind.matrix(*moved[0]) - kind.matrix(*moved[1])) / (2 * step)
         exact = kind.derivative(which, *angles)
         assert np.allclose(exact, numeric, atol=1e-9)

@@ -239,9 +239,9 @@ def test_a_run_goes_on_in_mid_epoch_under_another_plan(
     assert [start["first_step"] for start in starts] == [0, 4]
 
 
-def expected_again(comm: Any, place: str) -> None:
+def expected_again(comm: Any, directory: str) -> None:
     """Ranks that a launcher has started again go by what was measured before; a user's own resume measures anew."""
-    given: dict[str, Any] = {"batch_size": 10, "save": f"{place}/run", "progress": False}
+    given: dict[str, Any] = {"batch_size": 10, "save": f"{directory}/run", "progress": False}
     first = engine("auto")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(HARDWARE, str(TWO_CORES))
@@ -281,8 +281,8 @@ def test_a_run_folder_has_the_program_of_a_step(pools: Callable[[str, int], Rank
     assert of_module == of_function  # which the plan sharded in place
 
 
-def refused_folders(comm: Any, place: str) -> None:
-    tmp_path = Path(place)
+def refused_folders(comm: Any, directory: str) -> None:
+    tmp_path = Path(directory)
     folder = str(tmp_path / "run")
     given: dict[str, Any] = {"batch_size": 10, "save": folder, "progress": False}
     engine("dp=1").fit(data(), **given)
@@ -298,8 +298,8 @@ def test_a_folder_of_another_run_is_not_touched(tmp_path: Path, pools: Callable[
     pools("gloo", 1).run(refused_folders, str(tmp_path))
 
 
-def saved_and_loaded(comm: Any, place: str) -> None:
-    tmp_path = Path(place)
+def saved_and_loaded(comm: Any, directory: str) -> None:
+    tmp_path = Path(directory)
     batch = torch.utils.data.default_collate(data(8))
     one, other = engine("dp=1").prepare(batch), engine("dp=1").prepare(batch)
     for _ in range(2):
@@ -337,7 +337,7 @@ def test_save_and_load(tmp_path: Path, pools: Callable[[str, int], RankPool]) ->
     pools("gloo", 1).run(saved_and_loaded, str(tmp_path))
 
 
-def gone_on(comm: Any, place: str) -> None:
+def gone_on(comm: Any, directory: str) -> None:
     """Steps and epochs count from where a fit began, and what a batch_size or an end of data leaves is trained."""
     given: dict[str, Any] = {"progress": False}
     one = engine("dp=1")
@@ -348,12 +348,17 @@ def gone_on(comm: Any, place: str) -> None:
     assert len(one.fit(loader, **given).losses) == 3
     with pytest.raises(UsageError, match=r"has completed 1 epochs, and fit\(epochs=1\) ends there"):
         one.fit(loader, **given)
-    saved: dict[str, Any] = {"save": f"{place}/run", **given}
+    saved: dict[str, Any] = {"save": f"{directory}/run", **given}
     engine("dp=1").fit(data(), batch_size=5, **saved)
     larger = engine("dp=1").fit(data(), batch_size=15, epochs=3, resume=True, **saved)
     assert (larger.first_step, len(larger.losses)) == (5, 4), "two epochs are left, of two batches"
     for when in ("first", "then"):  # of data whose end only a look tells, saved at the end of an epoch
-        flowing: dict[str, Any] = {"batch_size": 10, "save": f"{place}/flow", "save_every": 3, "resume": when == "then"}
+        flowing: dict[str, Any] = {
+            "batch_size": 10,
+            "save": f"{directory}/flow",
+            "save_every": 3,
+            "resume": when == "then",
+        }
         history = engine("dp=1").fit(Flow(), epochs=1 if when == "first" else 2, **flowing, **given)
         assert len(history.losses) == 3
 
@@ -374,18 +379,18 @@ class Fails(uni.Metric):
         return 1.0
 
 
-def evaluated(comm: Any, place: str) -> None:
+def evaluated(comm: Any, directory: str) -> None:
     """However a run ends between the last step of an epoch and the evaluation that follows, it is made, and once."""
     for name, dataset in (("listed", data()), ("flowing", Flow())):
         given: dict[str, Any] = {"epochs": 2, "batch_size": 8, "validation": data(4), "progress": False}
-        given |= {"save": f"{place}/{name}", "save_every": 3}
+        given |= {"save": f"{directory}/{name}", "save_every": 3}
         first = engine("dp=1").fit(dataset, callbacks=[Seen(3)], **given)
         assert (first.step, first.stopped, first.values) == (3, "a callback ended it", [])
         assert [len(engine("dp=1").fit(dataset, resume=True, **given).values) for _ in range(2)] == [2, 0]
-        lines = [json.loads(line) for line in Path(place, name, "steps.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in Path(directory, name, "steps.jsonl").read_text().splitlines()]
         reported = [(line["step"], "loss" in line) for line in lines]
         assert reported == [(1, True), (2, True), (3, True), (3, False), (4, True), (5, True), (6, True), (6, False)]
-    given |= {"save": f"{place}/killed", "save_every": 1}
+    given |= {"save": f"{directory}/killed", "save_every": 1}
     with pytest.raises(KeyboardInterrupt):
         engine("dp=1", [Fails()]).fit(data(), **given)
     again = engine("dp=1", [Fails()]).fit(data(), resume=True, **given)
@@ -399,8 +404,8 @@ def test_every_epoch_is_evaluated_once(tmp_path: Path, pools: Callable[[str, int
 class Crammed(uni.Callback):
     """After a checkpoint, no file can grow, as on a full disk."""
 
-    def __init__(self, place: str) -> None:
-        self.saved = Path(place, "run", "checkpoints", "step-00000002")
+    def __init__(self, directory: str) -> None:
+        self.saved = Path(directory, "run", "checkpoints", "step-00000002")
 
     def on_step(self, engine: uni.Engine, info: Any) -> None:
         if info.step == 3:
@@ -410,14 +415,20 @@ class Crammed(uni.Callback):
             resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-def on_a_full_disk(comm: Any, place: str) -> None:
-    given: dict[str, Any] = {"epochs": 2, "batch_size": 8, "save": f"{place}/run", "save_every": 2, "progress": False}
+def on_a_full_disk(comm: Any, directory: str) -> None:
+    given: dict[str, Any] = {
+        "epochs": 2,
+        "batch_size": 8,
+        "save": f"{directory}/run",
+        "save_every": 2,
+        "progress": False,
+    }
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         with pytest.raises(
             UnisonoError, match=r"step 4 cannot be logged in .*steps\.jsonl: File too large; checkpoints"
         ):
-            engine("dp=1").fit(data(), callbacks=[Crammed(place)], **given)
+            engine("dp=1").fit(data(), callbacks=[Crammed(directory)], **given)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert engine("dp=1").fit(data(), resume=True, **given).first_step == 2

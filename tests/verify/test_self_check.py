@@ -177,14 +177,14 @@ def test_what_an_initialization_with_zeros_hides(pools: Pools, fault: str) -> No
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """In the place of a refusal or of a step that makes a plan right."""
+    """Instead of a refusal or of a step that makes a plan right."""
 
 
 def _unwatched(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     return func(*args, **(kwargs or {}))
 
 
-# What makes these pairs right, or refuses them: (module, name in it, what takes its place).
+# What makes these pairs right, or refuses them: (module, name in it, what replaces it).
 SWITCHED_OFF: dict[str, list[tuple[str, str, Any]]] = {
     "linear subclass": [("unisono.parallel.tensor.custom_layers", "is_plain", lambda module: True)],
     "forward hooks": [

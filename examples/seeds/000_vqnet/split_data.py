@@ -1,4 +1,4 @@
-"""Samples and labels, cut into a part for each rank.
+"""Samples and labels, sharded over the ranks.
 
 Document 000, split_data. Here the parts of all ranks are put together again, to see that none is missing.
 

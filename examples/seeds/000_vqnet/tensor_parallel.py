@@ -32,7 +32,7 @@ class Classifier(nn.Module):
         super().__init__()
         self.fc1 = RowParallelLinear(8 * 8, 128, tp_comm=Comm_OP)  # the input is whole
         self.fc2 = ColumnParallelLinear(128, 64, tp_comm=Comm_OP)
-        self.fc3 = RowParallelLinear(64, 32, tp_comm=Comm_OP)  # the input is a piece
+        self.fc3 = RowParallelLinear(64, 32, tp_comm=Comm_OP)  # the input is a shard
         self.fc4 = ColumnParallelLinear(32, 16, tp_comm=Comm_OP)
         self.fc5 = RowParallelLinear(16, 10, tp_comm=Comm_OP)
         self.ac = nn.activation.ReLu()
@@ -47,7 +47,7 @@ class Classifier(nn.Module):
 
 
 def full(model: Classifier) -> torch.nn.Module:
-    """The same classifier on one process, made of all ranks' pieces."""
+    """The same classifier on one process, made of all ranks' shards."""
     layers: list[torch.nn.Module] = []
     for sharded in (model.fc1, model.fc2, model.fc3, model.fc4, model.fc5):
         layer = torch.nn.Linear(sharded.in_features, sharded.out_features)

@@ -85,12 +85,12 @@ class Code:
     def of(cls, file: str) -> Code:
         tree = ast.parse((HERE / f"{file}.py").read_text())
         train = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "train")
-        place = next(i for i, node in enumerate(train.body) if isinstance(node, ast.For))
-        loop = train.body[place]
+        index = next(i for i, node in enumerate(train.body) if isinstance(node, ast.For))
+        loop = train.body[index]
         assert isinstance(loop, ast.For)
         main = next(node for node in tree.body if isinstance(node, ast.If))
         start = [node for node in main.body if "main(" not in ast.unparse(node)]
-        return cls(_network(tree), train.body[:place], loop, start)
+        return cls(_network(tree), train.body[:index], loop, start)
 
     @property
     def lines(self) -> list[str]:

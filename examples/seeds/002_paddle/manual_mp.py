@@ -45,7 +45,7 @@ def train(size: Size) -> Outcome:
 
 
 def full(model: SimpleNet, comm: uni.Communicator) -> dict[str, torch.Tensor]:
-    """All parameters, of which each rank has pieces."""
+    """All parameters, of which each rank has shards."""
     dims = {"linear1.weight": 0, "linear1.bias": 0, "linear2.weight": 1}
     state = model.state_dict()
     for name, dim in dims.items():

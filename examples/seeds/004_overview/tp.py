@@ -1,10 +1,10 @@
-"""Tensor parallelism: one matrix on several ranks, cut by columns and by rows.
+"""Tensor parallelism: one matrix on several ranks, sharded by columns and by rows.
 
 Document 004, "TP".
 
 unisono run -n 4 examples/seeds/004_overview/tp.py
 
-Cut by columns, each rank computes some of the outputs; cut by rows, each takes some of the inputs and the results are
+Sharded by columns, each rank computes some of the outputs; by rows, each takes some of the inputs and the results are
 summed. One after the other (Megatron's MLP) they need a single sum. Then a whole transformer, where unisono finds the
 pairs itself. Printed: the worst deviation of outputs and gradients from one device, for each.
 """
@@ -24,7 +24,7 @@ def full_mlp() -> nn.Sequential:
 
 
 def layer_by_layer(comm: uni.Communicator, x: torch.Tensor) -> dict[str, float]:
-    """Each cut alone, against the plain layer."""
+    """Each of the two alone, against the plain layer."""
     plain = full_mlp()
     column = uni.nn.ColumnParallelLinear.from_linear(plain[0], comm, gather_output=True)
     row = uni.nn.RowParallelLinear.from_linear(plain[2], comm)
@@ -37,7 +37,7 @@ def layer_by_layer(comm: uni.Communicator, x: torch.Tensor) -> dict[str, float]:
 
 
 def pair(comm: uni.Communicator, x: torch.Tensor) -> float:
-    """Columns, then rows: outputs, and the gradients of both cut matrices put together."""
+    """Columns, then rows: outputs, and the gradients of both sharded matrices put together."""
     plain, sharded = full_mlp(), full_mlp()
     sharded[0] = uni.nn.ColumnParallelLinear.from_linear(sharded[0], comm)
     sharded[2] = uni.nn.RowParallelLinear.from_linear(sharded[2], comm)
