@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import unisono
 from unisono.comm import bench_command, doctor
@@ -18,6 +19,30 @@ from unisono.planner import command as plan_command
 from unisono.quantum import command as qsim_command
 from unisono.report import command as report_command
 from unisono.verify import command as verify_command
+
+
+class Parser(argparse.ArgumentParser):
+    """Suggests the nearest option where one is unknown. The parsers of sub-commands are of this class, too."""
+
+    _given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        self._given = sys.argv[1:] if args is None else list(args)
+        chosen, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._suggestion(unknown)}")
+        return chosen, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """A misspelt option that is required is reported as missing."""
+        super().error(message + self._suggestion(self._given) if "required" in message else message)
+
+    def _suggestion(self, words: Sequence[str]) -> str:
+        known = self._option_string_actions
+        for option in (word.partition("=")[0] for word in words if word.startswith("--")):
+            if option not in known and (near := difflib.get_close_matches(option, known, 1)):
+                return f" (did you mean {near[0]}?)"
+        return ""
 
 
 def add_bench(subparsers: Any) -> None:
@@ -43,7 +68,7 @@ SUBCOMMANDS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; its exit code. Wrong usage is 2, a job's own code is passed on."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="unisono", description="Many devices, one result: start, check and measure distributed training."
     )
     parser.add_argument("--version", action="version", version=f"unisono {unisono.__version__}")

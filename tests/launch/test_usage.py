@@ -87,3 +87,30 @@ def test_relative_folders_of_the_python_path_travel_as_absolute_ones(
     monkeypatch.chdir(tmp_path)
     reported = environment.forwarded({"PYTHONPATH": "lib:/opt/lib:", "PYTHONHASHSEED": "1", "HOME": "x"})
     assert reported == {"PYTHONPATH": f"{tmp_path}/lib:/opt/lib:{tmp_path}", "PYTHONHASHSEED": "1"}
+
+
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [
+        ("run --no-raze -n 2 ok.py", "--no-race"),
+        ("run --max-restart=2 -n 2 ok.py --no-raze", "--max-restarts"),
+        ("verify --plna dp=2 task.py:task", "--plan"),
+        ("plan --hardwrae machine.toml task.py:task", "--hardware"),
+        ("explain --paln dp=2 task.py:task", "--plan"),
+        ("report --outptu page.html run", "--output"),
+        ("qsim --shot 3 circuit.qasm", "--shots"),
+        ("bench comm --backend gloo --ronuds 3", "--rounds"),
+        ("--verison", "--version"),
+    ],
+)
+def test_the_nearest_option_is_suggested(words: str, near: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words.split())
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f" (did you mean {near}?)\n")
+
+
+def test_nothing_is_suggested_for_an_option_like_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--zzzqq", "ok.py"])
+    assert capsys.readouterr().err.endswith("unisono run: error: unrecognized arguments: --zzzqq\n")
