@@ -15,19 +15,21 @@ from typing import Any
 
 import torch
 from mpi4py import MPI
-from torch.distributed import ProcessGroup, ReduceOp, Store
-from torch.distributed.distributed_c10d import (
-    AllgatherOptions,
+from torch.distributed import (
     AllreduceCoalescedOptions,
     AllreduceOptions,
     AllToAllOptions,
     BarrierOptions,
     BroadcastOptions,
     GatherOptions,
+    ProcessGroup,
+    ReduceOp,
     ReduceOptions,
     ReduceScatterOptions,
     ScatterOptions,
+    Store,
 )
+from torch.distributed.distributed_c10d import AllgatherOptions  # torch.distributed does not export this one
 
 from unisono.comm.mpi import calls
 from unisono.comm.mpi.calls import MPICall

@@ -90,7 +90,7 @@ def _group_of_one() -> dist.ProcessGroup:
         group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend)
     state = distributed_c10d._world
     state.pg_map[group] = (dist.Backend.FAKE, store)
-    state.pg_names[group] = distributed_c10d.GroupName("unisono/alone")
+    state.pg_names[group] = dist.GroupName("unisono/alone")
     state.pg_group_ranks[group] = {0: 0}
     state.pg_backend_config[group] = dist.Backend.FAKE
     return group

@@ -215,10 +215,12 @@ class TorchCalls:
             if caller.f_code.co_filename.startswith(_INSIDE):
                 return own(*arguments, **options)
             given = signature.bind(*arguments, **options).arguments
-            group = given.get("group")
+            group: Any = given.get("group")
             if group is dist.GroupMember.NON_GROUP_MEMBER:
                 return own(*arguments, **options)
-            log = self._log_of(distributed_c10d._get_default_group() if group is None else group)
+            if group is None:
+                group = dist.group.WORLD
+            log = self._log_of(group)
             tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
             tensor = tensors[0] if tensors and "object" not in name else None
             log.enter(f"torch.distributed.{name}", _detail(name, given), tensor, caller)
