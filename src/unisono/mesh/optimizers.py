@@ -21,7 +21,7 @@ user passed `foreach=` or `fused=`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from functools import partial
 from typing import Any
@@ -214,3 +214,20 @@ def _is_plain(parameter: torch.Tensor) -> bool:
         and parameter.is_contiguous()
         and gradient.is_contiguous()
     )
+
+
+def load_param_groups(optimizer: Optimizer, names: Iterable[str], state: dict[str, Any]) -> None:
+    """The options of parameter groups from a state that has something for each of these parameters; UsageError where
+    it has not."""
+    unknown = sorted(set(names) - set(state["state"]))
+    if unknown:
+        raise UsageError(
+            f"the optimizer state to load has nothing for {', '.join(unknown[:3])}; is it another model's?"
+        )
+    if len(state["param_groups"]) != len(optimizer.param_groups):
+        raise UsageError(
+            f"the optimizer state to load has {len(state['param_groups'])} parameter groups, "
+            f"but the optimizer {len(optimizer.param_groups)}"
+        )
+    for group, loaded in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        group.update({key: value for key, value in loaded.items() if key != "params"})

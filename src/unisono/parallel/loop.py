@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from unisono.parallel.trainer import Trainer
 
 Lengths = Sequence[int]
+Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 class OwnLoop:
@@ -155,12 +156,12 @@ class OwnLoop:
             call.scope.enter_context(trainer.computing())
             call.scope.enter_context(trainer.heads_full(kwargs if kwargs and not args else args))
         if step is not None:
-            call.leave = _ScaleGradient(self._replicas.size)
-            return _mapped(given, _ScaleGradient(1 / self._replicas.size))
+            call.leave = _applied(_ScaleFunction, self._replicas.size)
+            return _mapped(given, _applied(_ScaleFunction, 1 / self._replicas.size))
         if self._cp is not None:
             assert trainer.context is not None
             trainer.context.expect(given, None)
-            given = _mapped(given, _Used(self._cp))
+            given = _mapped(given, _applied(_UsedFunction, self._cp))
         if self._data.size == 1 or not (trains or needs_full_batch(trainer.model)):
             return given
         if trainer.batch_dim != 0:
@@ -207,7 +208,7 @@ class OwnLoop:
         mine = held[self._data.rank]
         assert isinstance(mine, range)
         call.scope.enter_context(self._trainer.random.samples(mine, of=call.batch_size))
-        shard = _Shard(0, call.lengths, self._data)
+        shard = _applied(_ShardFunction, 0, call.lengths, self._data)
         return tree_map(lambda leaf: shard(leaf) if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf, given)
 
     def _with_local(self, call: _ModelCall, given: Any) -> Any:
@@ -251,7 +252,7 @@ class OwnLoop:
         if context.is_full:
             return outputs
         tokens = context.tokens(context.length)
-        gather = _GatherShards(1, tokens.counts, self._cp)
+        gather = _applied(_GatherFunction, 1, tokens.counts, self._cp)
 
         def full(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or leaf.ndim < 2 or leaf.shape[1] != tokens.counts[context.comm.rank]:
@@ -272,7 +273,7 @@ class OwnLoop:
             if refusal is not None:
                 raise UsageError(refusal)
             self._kinds.add(kind)
-        gather = _GatherShards(0, lengths, self._data)
+        gather = _applied(_GatherFunction, 0, lengths, self._data)
         return tree_map(lambda leaf: gather(leaf) if isinstance(leaf, torch.Tensor) else leaf, outputs)
 
     def _gathered_where(self, outputs: Any, output_dims: Sequence[SampleDim | None], lengths: Lengths) -> Any:
@@ -295,7 +296,7 @@ class OwnLoop:
                     "other; expected one row a sample: compute losses and means outside the model, or use "
                     "trainer.step(batch)"
                 )
-            leaves[number] = _GatherShards(where.dim, [times * each for each in lengths], self._data)(leaf)
+            leaves[number] = _applied(_GatherFunction, where.dim, [times * each for each in lengths], self._data)(leaf)
         return tree_unflatten(leaves, spec)
 
     def _require_sound(self, is_nested: bool) -> None:
@@ -410,7 +411,7 @@ class _ModelCall:
         self.scope = contextlib.ExitStack()
         self.batch_size = 0
         self.lengths: Lengths | None = None  # numbers of samples of the data ranks, where the batch was sharded
-        self.leave: _ScaleGradient | None = None
+        self.leave: Change | None = None
 
 
 def _without_samples(outputs: Any, batch_size: int) -> str | None:
@@ -440,7 +441,7 @@ def _hides_tensors(leaf: Any) -> bool:
     return any(isinstance(each, torch.Tensor) for each in tree_leaves(list(getattr(leaf, "__dict__", {}).values())))
 
 
-def _mapped(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _mapped(tree: Any, change: Change) -> Any:
     """The tree with every tensor that needs a gradient changed."""
     return tree_map(lambda leaf: change(leaf) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf, tree)
 
@@ -452,24 +453,14 @@ def _in_float32(leaf: Any) -> Any:
 # ---- autograd functions of the note above --------------------------------------------------------------------------
 
 
-class _Shard:
-    """This rank's shard of a tensor that all ranks have."""
-
-    def __init__(self, dim: int, lengths: Lengths, comm: Communicator) -> None:
-        self.given = (dim, lengths, comm)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return _ShardFunction.apply(x, *self.given)
-
-
-class _GatherShards(_Shard):
-    """All ranks' shards."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return _GatherFunction.apply(x, *self.given)
+def _applied(function: type[torch.autograd.Function], *given: Any) -> Change:
+    """The function of tensors that applies an autograd function with these arguments."""
+    return lambda x: function.apply(x, *given)
 
 
 class _ShardFunction(torch.autograd.Function):
+    """This rank's shard of a tensor that all ranks have."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> torch.Tensor:
         ctx.given = (dim, lengths, comm)
@@ -481,6 +472,8 @@ class _ShardFunction(torch.autograd.Function):
 
 
 class _GatherFunction(torch.autograd.Function):
+    """All ranks' shards."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> torch.Tensor:
         ctx.given = (dim, lengths, comm)
@@ -491,17 +484,9 @@ class _GatherFunction(torch.autograd.Function):
         return _ShardFunction.apply(gradient, *ctx.given) * ctx.given[-1].size, None, None, None
 
 
-class _Used:
+class _UsedFunction(torch.autograd.Function):
     """A tensor that every rank of a group uses for another part of the work; its gradient is the mean of theirs."""
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return _UsedFunction.apply(x, self._comm)
-
-
-class _UsedFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
         ctx.comm = comm
@@ -536,17 +521,9 @@ class _Summed(torch.autograd.Function):
         return gradient * ctx.size, None
 
 
-class _ScaleGradient:
+class _ScaleFunction(torch.autograd.Function):
     """A tensor whose gradient is multiplied by a factor."""
 
-    def __init__(self, factor: float) -> None:
-        self._factor = factor
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return _ScaleFunction.apply(x, self._factor)
-
-
-class _ScaleFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
         ctx.factor = factor

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
+from unisono.mesh.optimizers import load_param_groups
 from unisono.parallel.layout import full_tensors_of, layout_of, local_of
 
 Named = Iterable[tuple[str, torch.Tensor]]
@@ -92,18 +92,7 @@ def _in_order(axes: Iterable[str], mesh: Mesh) -> list[str]:
 def load_full_state(optimizer: Optimizer, named: Named, mesh: Mesh, state: dict[str, Any]) -> None:
     """Put full state back, each rank keeping its shard; the plan may be another than the one that saved it."""
     tensors = dict(named)
-    unknown = sorted(set(tensors) - set(state["state"]))
-    if unknown:
-        raise UsageError(
-            f"the optimizer state to load has nothing for {', '.join(unknown[:3])}; is it another model's?"
-        )
-    if len(state["param_groups"]) != len(optimizer.param_groups):
-        raise UsageError(
-            f"the optimizer state to load has {len(state['param_groups'])} parameter groups, "
-            f"but the optimizer {len(optimizer.param_groups)}"
-        )
-    for group, loaded in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        group.update({key: value for key, value in loaded.items() if key != "params"})
+    load_param_groups(optimizer, tensors, state)
     for name, tensor in tensors.items():
         shape = full_shape(tensor)
         shards = {key: _shard(value, tensor, shape, mesh) for key, value in state["state"][name].items()}

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from unisono.errors import UsageError
 from unisono.graph.program.lowering import ShardedSpec
 from unisono.mesh.mesh import Mesh
+from unisono.mesh.optimizers import load_param_groups
 from unisono.mesh.placement import Placements, Replicate, local_shape, local_slice, shard_dim
 from unisono.mesh.reshard import move
 
@@ -132,16 +133,7 @@ class ProgramShards:
 
     @torch.no_grad()
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        unknown = sorted(set(self.parameters) - set(state["state"]))
-        if unknown:
-            raise UsageError(f"the optimizer state to load has nothing for {unknown[0]}; is it another model's?")
-        if len(state["param_groups"]) != len(optimizer.param_groups):
-            raise UsageError(
-                f"the optimizer state to load has {len(state['param_groups'])} parameter groups, "
-                f"but the optimizer {len(optimizer.param_groups)}"
-            )
-        for group, loaded in zip(optimizer.param_groups, state["param_groups"], strict=True):
-            group.update({key: value for key, value in loaded.items() if key != "params"})
+        load_param_groups(optimizer, self.parameters, state)
         for name, parameter in self.optimized.items():
             values = {key: self._shard_of_value(name, value) for key, value in state["state"][name].items()}
             if values:
