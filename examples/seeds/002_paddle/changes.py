@@ -200,7 +200,7 @@ and parameters of one device:
 $ python examples/seeds/002_paddle/table.py
 ```
 
-It prints 27 rows, with their losses and deviations. In float64 the worst deviation of all is 3e-16; at the document's
+It prints 27 lines, with their losses and deviations. In float64 the worst deviation of all is 3e-16; at the document's
 own width, `--full --batches 2` (102,400, float32), it is 2e-6.
 """
 
@@ -212,12 +212,12 @@ DIFFERENCES = """\
 - By marks, Paddle keeps the ordinary loop while the model itself runs; here a step is one call, `trainer.step(batch)`,
   which is what makes microbatches, schedules and group sharding possible there.
 - A plan, a mesh or a mark is the strategy; there is no environment to set up (`uni.init` is needed only where a
-  program talks by itself, as `manual_mp.py` does).
+  program communicates by itself, as `manual_mp.py` does).
 - Marks stand beside the model (`uni.mark(model, name, ...)`), so `forward` stays as it is. Paddle's form, marks in the
   `forward`, works too: `uni.shard_tensor(self.linear1.weight, mesh, [uni.Shard(0)])`. An axis called `dp` shares the
   batch without a mark.
 - Every rank is given the global batch and takes its part; `uni.Loader` and `engine.dataloader` read only that part.
-- The loss is on every rank, under a pipeline too, and is that of the whole batch.
+- The loss is on every rank, under a pipeline too, and is that of the full batch.
 - A pipeline by marks has microbatches and schedules (1F1B, F-then-B, ...), the model itself running or as a program.
 - Group sharded by marks is `zero=1`, `2` or `3` beside the mesh, in `uni.apply_marks` and `uni.to_static`.
 - Nothing here needs a GPU.
@@ -233,7 +233,7 @@ $ unisono plan examples/gpt.py:gpt3_with_dropout --devices 8 \\
 
 REMARK = """\
 The document's figures are 2736, 552, 342, 102 and 48 MB a layer, and 256.5, 51.75, 32.0625, 9.5625 and 4.5 GB. Of what
-is computed again it says 2.7% (selective), as here, and tens of times as much (full), where it is the forward once
+is computed again it predicts 2.7% (selective), as here, and tens of times as much (full), where it is the forward once
 more: a third of a step.
 """
 
