@@ -160,7 +160,7 @@ def attributes() -> dict[tuple[str, str], Any]:
 
 
 def uses_everything(comm: Communicator) -> None:
-    task, plans = with_twelve_rows(tasks.gpt), ("dp=2,zero=1", "cp=2,recompute=selective", "tp=2")
+    task, plans = with_twelve_rows(tasks.short), ("dp=2,zero=1", "cp=2,recompute=selective", "tp=2")
     x, y = task.batch(0)
     before, keys, others = attributes(), torch._C._dispatch_tls_local_include_set(), active_patches()
     for plan in plans:
@@ -188,6 +188,6 @@ def test_torch_is_as_it_was_after_all_that_unisono_does(pools: Pools) -> None:
 
 def test_torch_is_as_it_was_after_a_dry_run_and_explain() -> None:
     before, keys = attributes(), torch._C._dispatch_tls_local_include_set()
-    run_here(tasks.gpt, uni.Plan.parse("dp=2,cp=2"), 1, steps=1)
-    explained(tasks.gpt, uni.Plan.parse("dp=2,tp=2"))
+    run_here(tasks.short, uni.Plan.parse("dp=2,cp=2"), 1, steps=1)
+    explained(tasks.short, uni.Plan.parse("dp=2,tp=2"))
     require_unchanged(before, keys, [])

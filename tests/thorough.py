@@ -107,6 +107,7 @@ FEW: dict[str, int] = {
     "parallel/test_pipeline_split.py::test_stages_in_a_row_compute_what_the_model_computes": 10,
     "parallel/test_pipeline_values.py::test_values_read_on_one_stage_are_those_of_all": 2,
     "parallel/test_predict.py::test_outputs_are_those_of_one_device": 2,
+    "parallel/test_samples.py::test_random_numbers_follow_the_samples_wherever_they_lie": 2,
     "parallel/test_searched.py::test_what_is_found_gives_the_result_of_one_device": 2,
     "parallel/test_zero.py::test_every_optimizer": 2,
     "parallel/test_zero.py::test_meshes": 2,
@@ -122,7 +123,8 @@ FEW: dict[str, int] = {
     "train/test_engine.py::test_under_every_plan_the_same_module_is_named_and_the_same_state_kept": 1,
     "train/test_saving.py::test_hugging_face_weights": 1,
     "verify/test_float64.py::test_a_mixture_as_built_by_default": 1,
-    "verify/test_self_check.py::test_a_sound_plan_is_proved_and_the_check_leaves_no_trace": 6,
+    "verify/test_self_check.py::test_a_planted_fault_stops_the_run": 6,
+    "verify/test_self_check.py::test_a_sound_plan_is_proved_and_the_check_leaves_no_trace": 5,
 }
 
 

@@ -133,14 +133,14 @@ print("no newline", end="")
 def test_output_lines_and_files(tmp_path: Path) -> None:
     write_script(tmp_path, OUTPUT)
     arguments = ["run", "-n", "2", "--output-filename", "logs/deep", "script.py"]
-    run = Run(arguments, tmp_path, anew=True)
-    done = subprocess.run(run.words, cwd=tmp_path, env=run.variables, capture_output=True, timeout=90)
-    assert done.returncode == 0
+    with Run(arguments, tmp_path).start(stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        stdout, stderr = process.communicate(timeout=90)
+    assert process.returncode == 0
     expected = [b"line", b"100%", b"bytes \xff\xfe", b"child", b"x" * 200000, b"no newline"]
     for rank in (b"0", b"1"):
-        mine = [line for line in done.stdout.split(b"\n") if line.startswith(b"[" + rank)]
+        mine = [line for line in stdout.split(b"\n") if line.startswith(b"[" + rank)]
         assert mine == [b"[" + rank + b"] " + text for text in expected]
-    assert sorted(done.stderr.splitlines()) == [b"[0] warning", b"[1] warning"]
+    assert sorted(stderr.splitlines()) == [b"[0] warning", b"[1] warning"]
     for rank in range(2):
         logged = (tmp_path / f"logs/deep/rank.{rank}").read_bytes()
         assert logged.startswith(b"line\n")
@@ -170,11 +170,9 @@ for _ in track(range(3), description="bar"):
 
 def test_progress_is_live_on_a_terminal(tmp_path: Path) -> None:
     write_script(tmp_path, PROGRESS)
-    run = Run(["run", "-n", "1", "script.py"], tmp_path, {"COLUMNS": "90", "TERM": "xterm"}, anew=True)
+    run = Run(["run", "-n", "1", "script.py"], tmp_path, {"COLUMNS": "90", "TERM": "xterm"})
     controller, terminal = pty.openpty()
-    with subprocess.Popen(
-        run.words, cwd=tmp_path, env=run.variables, stdin=terminal, stdout=terminal, stderr=terminal
-    ) as process:
+    with run.start(stdin=terminal, stdout=terminal, stderr=terminal) as process:
         os.close(terminal)
         shown = b""
         while True:
