@@ -191,6 +191,3 @@ def _fitting(leaf: Any, dim: int) -> int | None:
     if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
         return None
     return min(dim, leaf.ndim - 1)
-
-
-rows_of, first_rows = batch_size_of, first_batch_size  # by the names that the planner and the simulator still use

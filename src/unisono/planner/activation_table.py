@@ -81,10 +81,10 @@ def _collectives(segment: Segment, setting: Setting) -> str:
 
 
 def _again(segment: Segment, setting: Setting) -> float:
-    whole = sum(work.flops for work in segment.ops)
-    if setting.recompute == "none" or not whole:
+    total = sum(work.flops for work in segment.ops)
+    if setting.recompute == "none" or not total:
         return 0.0
-    return sum(work.flops for work in segment.ops if setting.recompute == "full" or work.is_core) / whole
+    return sum(work.flops for work in segment.ops if setting.recompute == "full" or work.is_core) / total
 
 
 def show(profile: ModelProfile, rows: list[ActivationRow]) -> str:

@@ -27,7 +27,7 @@ from unisono.parallel.pipeline.rehearsal import rehearse
 from unisono.parallel.pipeline.split import blocks_of
 from unisono.parallel.precision import HALVES
 from unisono.parallel.rules.rules import Styles
-from unisono.parallel.share import rows_of
+from unisono.parallel.share import batch_size_of
 from unisono.parallel.task import Task
 from unisono.parallel.tensor.sharded_dims import sharded_dims
 from unisono.parallel.tensor.tensor_parallel import deriving_once, fitting_rules, heads_of, require_shareable
@@ -41,7 +41,7 @@ from unisono.plan.search.partition import chunks_of
 from unisono.plan.search.search import Search
 from unisono.simulate.sketch import to_try_out, without_memory
 
-_TRACED_ROWS = 2  # of the batch: some models treat a single sample in another way
+_TRACED_SAMPLES = 2  # of the batch: some models treat a single sample in another way
 
 
 class Planner:
@@ -60,11 +60,11 @@ class Planner:
             )
         self.model = without_memory(task)
         example = task.batch(0)
-        self.batch = rows_of(example) if batch is None else batch
+        self.batch = batch_size_of(example) if batch is None else batch
         if self.batch < 1:
             raise UsageError(f"batch={self.batch}: expected at least 1 sample")
-        self._rows = min(_TRACED_ROWS, rows_of(example), self.batch)
-        self._example = _first_rows(example, self._rows)
+        self._samples = min(_TRACED_SAMPLES, batch_size_of(example), self.batch)
+        self._example = _first_samples(example, self._samples)
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise UsageError(f"{type(self.model).__name__} has no parameters to train, so there is nothing to plan for")
         self._probe = task.optimizer(list(self.model.parameters()))
@@ -80,7 +80,7 @@ class Planner:
         subject = Subject(
             name=self.task.name or type(self.model).__name__,
             batch=self.batch,
-            rows=self._rows,
+            samples=self._samples,
             weights=weights,
             blocks=blocks.path if blocks else "",
             names=blocks.names if blocks else (),
@@ -170,8 +170,8 @@ class Planner:
     def _more_than_share(self, tp: int) -> str | None:
         """Layers may be sharded unevenly, but beyond their length ranks would hold nothing."""
         segments = (self.profile.before, *set(self.profile.blocks), self.profile.after)
-        cut = [weight.shape[weight.tp_dim] for s in segments for weight in s.weights if weight.tp_dim is not None]
-        longest = max(cut, default=0)
+        sharded = [weight.shape[weight.tp_dim] for s in segments for weight in s.weights if weight.tp_dim is not None]
+        longest = max(sharded, default=0)
         return f"tp={tp}: no layer has more than {longest} rows or columns to share" if tp > longest > 0 else None
 
     def _cp_refusal(self, plan: Plan) -> str | None:
@@ -193,9 +193,9 @@ class Planner:
         reach = self._reach
         name = type(self._probe).__name__
         if reach is OptimizerScope.TENSOR and (plan.tp > 1 or plan.ep > 1):
-            return f"{name} looks at parameters as a whole, which tp and ep cut"
+            return f"{name} needs full parameters, which tp and ep shard"
         if reach is OptimizerScope.MODEL and (plan.zero or plan.tp > 1 or plan.pp > 1 or plan.ep > 1):
-            return f"{name} looks at the whole model; only dp, cp and microbatches leave it one"
+            return f"{name} needs the full model; only dp, cp and microbatches leave it one"
         return None
 
     @cached_property
@@ -256,10 +256,10 @@ def choose(task: Task, world: int, hardware: Hardware, batch: int | None = None)
 # ---- looking at a model ----------------------------------------------------------------------------------------------
 
 
-def _first_rows(example: Any, rows: int) -> Any:
-    whole = rows_of(example)
+def _first_samples(example: Any, samples: int) -> Any:
+    given = batch_size_of(example)
     return pytree.tree_map(
-        lambda leaf: leaf[:rows] if isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == whole else leaf,
+        lambda leaf: leaf[:samples] if isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == given else leaf,
         example,
     )
 
@@ -281,7 +281,7 @@ def _is_repeated(model: nn.Module, blocks: Blocks) -> bool:
 
 
 def _shortened(model: nn.Module, blocks: Blocks | None) -> tuple[nn.Module, int]:
-    """A model with two of its blocks, where all are alike, and how often the second of them stands in the whole."""
+    """A model with two of its blocks, where all are alike, and how often the second of them is in the model."""
     if blocks is None or not blocks.path or len(blocks.modules) < 4 or len(set(map(_look, blocks.modules))) > 1:
         return model, 1
     short = deep_copy(model) if next(model.parameters()).is_meta else model
@@ -299,7 +299,7 @@ def _look(module: nn.Module) -> tuple[object, ...]:
 
 def _weights(model: nn.Module, styles: Styles) -> Iterator[tuple[str, Weight]]:
     """Every parameter, with the dim that tp shards."""
-    cut = sharded_dims(model, styles)
+    sharded = sharded_dims(model, styles)
     gathered = _gathered(model, styles)
     experts = {id(p) for module in model.modules() if isinstance(module, MoE) for p in _expert_parameters(module)}
     for name, parameter in model.named_parameters():
@@ -309,7 +309,7 @@ def _weights(model: nn.Module, styles: Styles) -> Iterator[tuple[str, Weight]]:
                 name,
                 tuple(parameter.shape),
                 parameter.itemsize,
-                cut[name].dim if name in cut else None,
+                sharded[name].dim if name in sharded else None,
                 id(parameter) in experts,
                 id(parameter) in gathered,
                 not parameter.requires_grad,

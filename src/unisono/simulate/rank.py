@@ -26,7 +26,7 @@ from unisono.parallel.apply import parallelize, refuse_what_cannot_be_right
 from unisono.parallel.compose import Composition, compose, schedule_of
 from unisono.parallel.meta.meta_tensors import meta_copy
 from unisono.parallel.pipeline.message import is_placeholder
-from unisono.parallel.share import BatchDim, dims_of, first_rows, share, shares
+from unisono.parallel.share import BatchDim, dims_of, first_batch_size, share, shares
 from unisono.parallel.task import Task
 from unisono.parallel.tensor.tensor_parallel import fitting_rules, require_shareable, shows_by_running
 from unisono.parallel.trainer import Trainer
@@ -104,15 +104,15 @@ def give_memory(model: nn.Module, device: torch.device) -> None:
         torch.utils.swap_tensors(tensor, made)
 
 
-def resized(batch: Any, rows: int | None, dim: BatchDim) -> Any:
-    """The batch with `rows` samples: those it has, repeated."""
-    has = first_rows(batch, dim)
-    if rows is None or rows == has:
+def resized(batch: Any, samples: int | None, dim: BatchDim) -> Any:
+    """The batch with so many samples: those it has, repeated."""
+    has = first_batch_size(batch, dim)
+    if samples is None or samples == has:
         return batch
-    places = torch.arange(rows) % has
+    indices = torch.arange(samples) % has
     leaves, spec = pytree.tree_flatten(batch)
     resized = [
-        leaf.index_select(along, places.to(leaf.device)) if along is not None and leaf.shape[along] == has else leaf
+        leaf.index_select(along, indices.to(leaf.device)) if along is not None and leaf.shape[along] == has else leaf
         for leaf, along in zip(leaves, dims_of(batch, dim), strict=True)
     ]
     return pytree.tree_unflatten(resized, spec)

@@ -80,27 +80,27 @@ def local_elements(weights: Sequence[Weight], plan: Plan) -> int:
 
 
 @dataclass(frozen=True)
-class State:
+class ModelState:
     """Elements on a rank: all of its parameters that are trained, and what ZeRO leaves it of them. Those that are not
     have neither gradients nor state, and ZeRO does not shard them."""
 
     elements: int
-    sharded: int  # the largest share of any rank: rows are dealt, so shares differ by a row of each parameter at most
+    sharded: int  # the largest share of any rank: shards of a parameter differ by one of its rows at most
     itemsize: int
     frozen: int = 0  # bytes
 
     def bytes(self, plan: Plan, optimizer: OptimizerState) -> tuple[float, float, float]:
         """Parameters, gradients and optimizer state, between steps and with gradients summed."""
         if not plan.zero:
-            whole = self.elements * self.itemsize
-            return whole + self.frozen, whole, self.elements * optimizer.plain
+            full = self.elements * self.itemsize
+            return full + self.frozen, full, self.elements * optimizer.plain
         held = self.sharded * (optimizer.sharded + optimizer.copy)
         parameters = (self.sharded if plan.zero == 3 else self.elements) * self.itemsize
         gradients = (self.elements if plan.zero == 1 else self.sharded) * self.itemsize
         return parameters + self.frozen, gradients, 0.0 if plan.offload else held
 
 
-def state_of(weights: Sequence[Weight], plan: Plan) -> State:
+def state_of(weights: Sequence[Weight], plan: Plan) -> ModelState:
     """What a rank holds of these parameters; each name counts once."""
     elements = sharded = frozen = 0
     itemsize = 4
@@ -114,7 +114,7 @@ def state_of(weights: Sequence[Weight], plan: Plan) -> State:
         itemsize = itemsize if elements else weight.itemsize
         elements += numel
         sharded += ceil(shape[0] / replicas) * (numel // shape[0]) if shape and shape[0] else numel
-    return State(elements, sharded, itemsize, frozen)
+    return ModelState(elements, sharded, itemsize, frozen)
 
 
 # ---- activations -----------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def saved_by(profile: ModelProfile, segment: Segment, setting: Setting) -> float
 
 
 def kept_by_ops(profile: ModelProfile, segment: Segment, setting: Setting, *, core: bool = True) -> float:
-    """The same without recomputation of the whole; `core`: with what attention's core keeps."""
+    """The same without full recomputation; `core`: with what attention's core keeps."""
     kept = segment.saved
     outside = setting.outside(segment)
     sharded, replicated = kept["sharded"], kept["replicated"]
@@ -138,7 +138,7 @@ def kept_by_ops(profile: ModelProfile, segment: Segment, setting: Setting, *, co
     if setting.tp > 1:
         sharded += kept["under_tp"]
     gathered = kept["gathered"] / (setting.cp if profile.keeps_gathered else outside)
-    return setting.rows * (sharded / setting.tp / setting.cp + replicated / outside + gathered)
+    return setting.samples * (sharded / setting.tp / setting.cp + replicated / outside + gathered)
 
 
 def high_water(profile: ModelProfile, segment: Segment, setting: Setting) -> float:
@@ -149,7 +149,7 @@ def high_water(profile: ModelProfile, segment: Segment, setting: Setting) -> flo
         kept += _kept_by_op(profile, segment, work, setting)
         core = 0.0
         if work.is_core and setting.recompute == "selective":  # computed again
-            core = work.core_saved * setting.rows / setting.cp / (setting.tp if work.is_sharded else 1)
+            core = work.core_saved * setting.samples / setting.cp / (setting.tp if work.is_sharded else 1)
         highest = max(highest, kept + core + _held_by_op(segment, work, setting))
     return highest
 
@@ -162,7 +162,7 @@ def _kept_by_op(profile: ModelProfile, segment: Segment, work: OpCost, setting: 
         "gathered": setting.cp if profile.keeps_gathered else setting.outside(segment),
     }
     under_tp = work.tp_saved / setting.tp / setting.cp if setting.tp > 1 else 0.0
-    return setting.rows * (saved / divided[work.saved_is] + under_tp)
+    return setting.samples * (saved / divided[work.saved_is] + under_tp)
 
 
 def _held_by_op(segment: Segment, work: OpCost, setting: Setting) -> float:
@@ -180,7 +180,7 @@ def _held_by_op(segment: Segment, work: OpCost, setting: Setting) -> float:
         # begins its sum is made in a copy.
         shares_sequence = setting.sequence and segment.in_blocks
         copies = 2.0 if shares_sequence else 0.0 if work.role == "row" else 1.0
-    return setting.rows * (held + copies * work.crossing / setting.cp) + work.gradients / (
+    return setting.samples * (held + copies * work.crossing / setting.cp) + work.gradients / (
         setting.tp if work.role else 1
     )
 
@@ -204,7 +204,7 @@ def chunks_alive(schedule: str, ranks: int, microbatches: int, chunks: int, rank
             return microbatches
 
 
-# ---- the whole -------------------------------------------------------------------------------------------------------
+# ---- the model -------------------------------------------------------------------------------------------------------
 
 
 class Moment(NamedTuple):
@@ -224,7 +224,7 @@ class MemoryModel:
         self.profile = profile
         self.library = library
         self._saved: dict[tuple[int, Setting], tuple[float, float]] = {}
-        self._states: dict[tuple[object, ...], State] = {}
+        self._states: dict[tuple[object, ...], ModelState] = {}
         self._moments: dict[Setting, list[Moment]] = {}
 
     def footprint(self, plan: Plan, stages: Stages) -> Footprint:
@@ -233,7 +233,7 @@ class MemoryModel:
         return max((self.of_rank(plan, stages, rank) for rank in ranks), key=lambda each: each.total)
 
     def of_rank(self, plan: Plan, stages: Stages, rank: int) -> Footprint:
-        """Of a rank of the pipeline. Those of the other axes hold equally much, but for rows that do not divide."""
+        """Of a rank of the pipeline. Those of the other axes hold as much, but for uneven shards."""
         setting = Setting.of(plan, self.profile.batch)
         state = self._state(plan, stages, rank)
         parameters, _, held = state.bytes(plan, self.profile.optimizer)
@@ -245,8 +245,8 @@ class MemoryModel:
             peaks.append(Footprint(parameters, growing, held, alive, workspace, buffers, rank))
         else:
             end = Moment(0.0, 0.0, state.elements)
-            for place, moment in enumerate([*self._backward(plan, setting), end]):
-                growing, buffers = self._gradients(plan, state, moment.done, is_first=place == 0)
+            for number, moment in enumerate([*self._backward(plan, setting), end]):
+                growing, buffers = self._gradients(plan, state, moment.done, is_first=number == 0)
                 buffers += self.library
                 peaks.append(Footprint(parameters, growing, held, moment.waiting, moment.at_hand, buffers, rank))
         return max(peaks, key=lambda each: each.total)
@@ -258,50 +258,50 @@ class MemoryModel:
             segments = self.profile.segments
             sizes = [self._segment_state(segment, plan).elements for segment in segments]
             saved = [self._of_segment(segment, setting)[0] for segment in segments]
-            places = {segment: place for place, segment in enumerate(segments)}
-            told = sorted({*places.values(), 0, min(1, len(segments) - 1)}, reverse=True)
+            numbers = {segment: number for number, segment in enumerate(segments)}
+            seen = sorted({*numbers.values(), 0, min(1, len(segments) - 1)}, reverse=True)
             before = [0.0, *accumulate(saved)]
             after = [0, *accumulate(reversed(sizes))]
             self._moments[setting] = [
-                Moment(before[n], self._of_segment(segments[n], setting)[1], after[len(segments) - 1 - n]) for n in told
+                Moment(before[n], self._of_segment(segments[n], setting)[1], after[len(segments) - 1 - n]) for n in seen
             ]
         return self._moments[setting]
 
-    def _gradients(self, plan: Plan, state: State, done: int, *, is_first: bool) -> tuple[float, float]:
+    def _gradients(self, plan: Plan, state: ModelState, done: int, *, is_first: bool) -> tuple[float, float]:
         """Gradients of parameters when those of `done` elements have left in messages, and the messages.
 
         Without ZeRO messages become the gradients, and their memory stays for those of the next step. ZeRO keeps one of
         them; from its second stage on two are under way while one is filled.
         """
-        whole, itemsize = float(state.elements * state.itemsize), state.itemsize
+        full, itemsize = float(state.elements * state.itemsize), state.itemsize
         replicas = plan.dp // plan.copies * plan.cp
         accumulates = plan.microbatches > 1 or plan.pp > 1
         sent = float(done * itemsize)
-        left = whole - sent if accumulates else 0.0  # of microbatches before the last
+        left = full - sent if accumulates else 0.0  # of microbatches before the last
         if replicas == 1:
-            return (whole if accumulates else sent), 0.0
+            return (full if accumulates else sent), 0.0
         bucket = self._bucket(plan, state)
         if plan.zero == 0:
-            return whole + left, 0.0
+            return full + left, 0.0
         if plan.zero == 1:
             return left + sent, bucket + sent / replicas
         arrived = float(state.sharded * itemsize) if accumulates else sent / replicas
         if plan.zero == 2:
-            return arrived, bucket if is_first else min(3 * bucket, max(whole, bucket))
+            return arrived, bucket if is_first else min(3 * bucket, max(full, bucket))
         unit, root = self._largest_unit * self.profile.gradient_itemsize / plan.tp, self._root(plan)
         if is_first:
             return arrived, root + max(unit, root)
         # Two units are gathered, or being gathered; one has gradients; of those before it up to two are under way.
         return arrived, 2 * root + 3 * unit + min(2 * unit, max(sent - root, 0.0))
 
-    def _state(self, plan: Plan, stages: Stages, rank: int) -> State:
+    def _state(self, plan: Plan, stages: Stages, rank: int) -> ModelState:
         key = (plan.tp, plan.ep, plan.dp, plan.copies, plan.cp, stages.starts, stages.placement, rank)
         if key not in self._states:
             parts = [(self._segment_state(segment, plan), count) for segment, count in stages.segments_of(rank)]
             if stages.holds_both_ends(rank) and self.profile.tied:
                 twice = [w for w in self.profile.after.weights if w.name in self.profile.tied]
                 parts.append((state_of(twice, plan), -1))
-            self._states[key] = State(
+            self._states[key] = ModelState(
                 sum(part.elements * count for part, count in parts),
                 sum(part.sharded * count for part, count in parts),
                 next((part.itemsize for part, _ in parts if part.elements), self.profile.gradient_itemsize),
@@ -309,7 +309,7 @@ class MemoryModel:
             )
         return self._states[key]
 
-    def _segment_state(self, segment: Segment, plan: Plan) -> State:
+    def _segment_state(self, segment: Segment, plan: Plan) -> ModelState:
         key = (id(segment), plan.tp, plan.ep, plan.dp, plan.copies, plan.cp)
         if key not in self._states:
             self._states[key] = state_of(segment.weights, plan)
@@ -334,12 +334,12 @@ class MemoryModel:
         alive = chunks_alive(plan.schedule, plan.pp, plan.microbatches, stages.chunks, rank)
         return saved * alive / stages.chunks, workspace
 
-    def _bucket(self, plan: Plan, state: State) -> float:
+    def _bucket(self, plan: Plan, state: ModelState) -> float:
         if plan.dp * plan.cp == 1:
             return 0.0
         return min(max(BUCKET, self._largest_weight / plan.tp), float(state.elements * state.itemsize))
 
-    def _stepping(self, plan: Plan, state: State, kept: tuple[float, float], rank: int) -> Footprint:
+    def _stepping(self, plan: Plan, state: ModelState, kept: tuple[float, float], rank: int) -> Footprint:
         """While the optimizer steps: gradients as it sees them, its temporaries, and then what ZeRO gathers."""
         optimizer = self.profile.optimizer
         mine = state.sharded if plan.zero else state.elements

@@ -50,13 +50,13 @@ class OpTimer:
 
     def _on_device(self, work: OpCost, segment: Segment, setting: Setting, overhead: float) -> OpTime:
         divided = setting.tp * setting.cp if work.is_sharded else setting.outside(segment)
-        flops = work.flops * setting.rows / divided
-        moved = work.moved * setting.rows / divided + work.weights / (setting.tp if work.is_sharded else 1)
-        more = work.moved_back * setting.rows / divided / self.bandwidth
+        flops = work.flops * setting.samples / divided
+        moved = work.moved * setting.samples / divided + work.weights / (setting.tp if work.is_sharded else 1)
+        more = work.moved_back * setting.samples / divided / self.bandwidth
         if work.kind == "view":
             return OpTime(overhead / 2, overhead / 2 + more)
         if work.tp_saved and setting.tp > 1:
-            logits = setting.rows / divided * (work.saved + work.tp_saved) / 4
+            logits = setting.samples / divided * (work.saved + work.tp_saved) / 4
             passes = (_LOSS_FORWARD * logits / self.bandwidth, _LOSS_BACKWARD * logits / self.bandwidth)
             return OpTime(passes[0] + overhead, passes[1] + overhead)
         moving = moved / self.bandwidth

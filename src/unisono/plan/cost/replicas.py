@@ -1,12 +1,12 @@
 """What gradients and parameters take on their way between replicas: messages, and the copies into them and out of them.
 
 stage 0   gradients are copied into a message, summed in it, and stay there
-stage 1   rows of gradients into a message, my rows of parameters into another after the optimizer's step, and what
-          comes of all ranks out of it
+stage 1   shards of gradients into a message; after the optimizer's step this rank's shard of the parameters into
+          another, and all ranks' shards out of it
 stage 2   the same, but gradients in every backward
-stage 3   a block at a time, for its forward and for its backward: my rows into a message, all rows out of what
-          comes; after its backward, rows of gradients into a message. Memory is given back after each use, so what
-          is copied goes to memory that is new
+stage 3   a block at a time, for its forward and for its backward: this rank's shard into a message, all shards out of
+          it; after its backward, shards of gradients into a message. Memory is freed after each use, so what is
+          copied goes to memory that is new
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Replicas:
         once = _READ_AND_WRITTEN * size
         if plan.zero == 0:
             return turns * once / self._bandwidth
-        gathered = once / ranks + once  # my rows into a message, all rows out of one
+        gathered = once / ranks + once  # this rank's shard into a message, all shards out of one
         added = 3 * size / ranks * (m - 1) if plan.zero > 1 else 0.0
         if plan.zero == 3:
             copied = m * (2 * gathered + once)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from unisono.plan.cost.collective import group
-from unisono.plan.cost.memory import MemoryModel, State
+from unisono.plan.cost.memory import MemoryModel, ModelState
 from unisono.plan.cost.op_time import OpTimer, StageCost
 from unisono.plan.cost.replicas import Replicas
 from unisono.plan.hardware.spec import Hardware
@@ -76,10 +76,10 @@ class TimeModel:
         total = StageCost()
         is_again = setting.recompute == "full" and segment.in_blocks
         # A repetition ends where the last op that keeps anything would begin: what it keeps is there by then.
-        last = max((place for place, work in enumerate(segment.ops) if work.saved), default=0)
-        for place, work in enumerate(segment.ops):
+        last = max((number for number, work in enumerate(segment.ops) if work.saved), default=0)
+        for number, work in enumerate(segment.ops):
             forward, inputs, weights, launch_forward, launch_backward = self.op_timer.op(work, segment, setting)
-            again = is_again and place < last
+            again = is_again and number < last
             if again or (setting.recompute == "selective" and work.is_core):
                 inputs += forward
                 launch_backward += launch_forward
@@ -96,14 +96,14 @@ class TimeModel:
             cost = cost.plus(self._context(segment, plan, setting))
         if plan.ep > 1 and segment.expert_traffic:
             ranks = group(self.hardware, plan, "ep")
-            size = segment.expert_traffic * setting.rows / setting.cp
+            size = segment.expert_traffic * setting.samples / setting.cp
             once = 2 * ranks.all_to_all(size)
             cost = cost.plus(StageCost(once, once, 0.0, 2 * once, 4 * size))
         return cost
 
     def _regions(self, segment: Segment, plan: Plan, setting: Setting) -> StageCost:
         ranks = group(self.hardware, plan, "tp")
-        each = setting.rows / setting.cp
+        each = setting.samples / setting.cp
         if plan.sequence and segment.in_blocks:
             forward = sum(ranks.all_gather(size * each) for size in segment.enters)
             forward += sum(ranks.reduce_scatter(size * each) for size in segment.leaves)
@@ -135,7 +135,7 @@ class TimeModel:
         all-to-alls each way, one of queries, keys and values and one of outcomes."""
         ranks = group(self.hardware, plan, "cp")
         attentions = sum(work.is_core for work in segment.ops)
-        hidden = self.profile.hidden * setting.rows / setting.cp / setting.tp
+        hidden = self.profile.hidden * setting.samples / setting.cp / setting.tp
         if plan.context == "ulysses":
             forward = attentions * (ranks.all_to_all(3 * hidden) + ranks.all_to_all(hidden))
             return StageCost(forward, forward, 0.0, 2 * forward, attentions * 8 * hidden)
@@ -255,7 +255,7 @@ class TimeModel:
         slowest = max(played.busy(rank) for rank in range(plan.pp)) / few
         return played.makespan + (plan.microbatches - few) * slowest
 
-    def _optimizer(self, plan: Plan, state: State) -> float:
+    def _optimizer(self, plan: Plan, state: ModelState) -> float:
         """Clipping too: it reads gradients for their norm, and again to scale them."""
         elements = state.sharded if plan.zero else state.elements
         optimizer = self.profile.optimizer

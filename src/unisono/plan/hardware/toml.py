@@ -22,7 +22,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _UNITS |= {f"{unit}i": 1 << (10 * power) for power, unit in enumerate("KMGTP", start=1)}
 _MACHINES = Path(__file__).with_name("machines")
 
-# Keys of each table and how each is read: the names of methods of `_Reader`.
+# Keys of each table and how each is read: the names of methods of `_TomlReader`.
 _MACHINE = {"devices_per_node": "count", "nodes": "count", "cores": "count"}
 _DEVICE = {
     "memory": "number",
@@ -56,7 +56,7 @@ def read_hardware(path: str | Path) -> Hardware:
         known = ", ".join(sorted(each.stem for each in _MACHINES.glob("*.toml")))
         raise UsageError(f"hardware: there is no file {path}; give a TOML file, or one of: {known}")
     try:
-        return _Reader(str(file)).hardware(tomllib.loads(file.read_text()))
+        return _TomlReader(str(file)).hardware(tomllib.loads(file.read_text()))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"hardware {file}: not TOML: {error}") from None
 
@@ -102,7 +102,7 @@ def _text(value: Any) -> str:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-class _Reader:
+class _TomlReader:
     """Reads one file; every error names it and the key."""
 
     def __init__(self, file: str) -> None:
@@ -112,7 +112,7 @@ class _Reader:
         self._known("", given, ("name", *_TABLES))
         for table in ("machine", "device", "flops", "intra_node", "inter_node"):
             if not isinstance(given.get(table), dict):
-                self._fail(f"the table [{table}] is missing; see docs/planner.md for a whole file")
+                self._fail(f"the table [{table}] is missing; see docs/planner.md for a complete file")
         for table, keys in _KNOWN.items():
             self._known(table, given.get(table, {}), keys)
         if not isinstance(given.get("name"), str):

@@ -26,7 +26,7 @@ class Subject:
 
     name: str
     batch: int  # samples of a step
-    rows: int  # samples of the traced example
+    samples: int  # of the traced example
     weights: Mapping[str, Weight]  # parameters by name, with the dims that tp shards
     blocks: str  # path of the list of blocks
     names: tuple[str, ...]  # of the blocks themselves, where no list holds them
@@ -42,7 +42,7 @@ class Subject:
 
 def read(trace: Trace, subject: Subject) -> ModelProfile:
     """The profile of a traced job."""
-    reader = _Reader(trace, subject)
+    reader = _TraceReader(trace, subject)
     for op in trace.ops:
         reader.take(op)
     reader.look_back()
@@ -57,7 +57,7 @@ class _Part:
     leaves: list[float] = field(default_factory=list)
 
 
-class _Reader:
+class _TraceReader:
     def __init__(self, trace: Trace, subject: Subject) -> None:
         self.trace = trace
         self.subject = subject
@@ -65,7 +65,7 @@ class _Reader:
         self.sharded: set[str] = set()  # nodes whose tensors tp shards
         self.entered: set[tuple[int, str]] = set()
         self.parts = [_Part() for _ in range(subject.count + 2)]
-        self.place = 0
+        self.part_number = 0
         self.home: dict[str, int] = {}  # the part that makes a node
         self.hidden: TensorSpec | None = None
         self.makers: dict[str, Op] = {}
@@ -74,9 +74,9 @@ class _Reader:
 
     def take(self, op: Op) -> None:
         self.makers[op.name] = op
-        self.place = self._place_of(op)
-        part = self.parts[self.place]
-        self.home[op.name] = self.place
+        self.part_number = self._part_number(op)
+        part = self.parts[self.part_number]
+        self.home[op.name] = self.part_number
         weights = [self.parameter[name] for name in op.inputs if name in self.parameter]
         others = [name for name in op.inputs if name not in self.parameter and name not in self.trace.buffers]
         if weights and not others and not op.bytes_moved:
@@ -88,7 +88,7 @@ class _Reader:
         is_from_sharded = any(name in self.sharded for name in others)
         role = self._role(op, weights)
         if role in ("column", "gather"):
-            key = (self.place, others[0])
+            key = (self.part_number, others[0])
             if key not in self.entered:
                 self.entered.add(key)
                 part.enters.append(self._sample_bytes(self._spec(others[0])))
@@ -101,7 +101,7 @@ class _Reader:
             self._work(op, role, is_sharded=is_sharded or role in ("row", "gather"), is_from_sharded=is_from_sharded)
         )
 
-    def _place_of(self, op: Op) -> int:
+    def _part_number(self, op: Op) -> int:
         prefix = f"{self.subject.blocks}." if self.subject.blocks else ""
         if self.subject.names:
             if (name := op.path.split(".")[0]) in self.subject.names:
@@ -110,10 +110,10 @@ class _Reader:
             number = op.path.removeprefix(prefix).split(".")[0]
             if number.isdigit() and int(number) < self.subject.count:
                 return int(number) + 1
-        if self.place == self.subject.count + 1:
-            return self.place
+        if self.part_number == self.subject.count + 1:
+            return self.part_number
         # Outside the blocks: before the first one, between two of them (kept with the earlier), or after the last.
-        return self.place if self.place < self.subject.count else self.subject.count + 1
+        return self.part_number if self.part_number < self.subject.count else self.subject.count + 1
 
     def _role(self, op: Op, weights: list[str]) -> str:
         """column, gather, row or vocab, where the op works with a weight that tp shards."""
@@ -130,7 +130,7 @@ class _Reader:
         return ""
 
     def _work(self, op: Op, role: str, *, is_sharded: bool, is_from_sharded: bool) -> OpCost:
-        rows = self.subject.rows
+        samples = self.subject.samples
         packet = str(getattr(op.target, "_overloadpacket", ""))
         of_weights = sum(self.trace.specs[name][0].nbytes for name in op.inputs if name in self.parameter)
         read = 0 if packet == "aten.embedding" else of_weights  # an embedding reads the rows that it looks up
@@ -140,11 +140,11 @@ class _Reader:
         work = OpCost(
             name=op.name,
             kind="attention" if is_attention else "matmul" if op.flops else "view" if is_view(op) else "memory",
-            flops=op.flops / rows,
-            moved=max(op.bytes_moved - of_weights, 0) / rows,
+            flops=op.flops / samples,
+            moved=max(op.bytes_moved - of_weights, 0) / samples,
             weights=float(read),
-            outputs=sum(spec.nbytes for spec in op.outputs) / rows,
-            saved=op.saved / rows,
+            outputs=sum(spec.nbytes for spec in op.outputs) / samples,
+            saved=op.saved / samples,
             is_sharded=is_sharded,
             saved_is="gathered" if role in ("column", "gather") else "sharded" if is_from_sharded else "replicated",
             moved_back=self._moved_back(op, role, others=inputs),
@@ -159,16 +159,16 @@ class _Reader:
             return self._cross_entropy(op, work, is_from_sharded)
         if packet == "aten.dropout" and op.saved:
             elements = prod(op.outputs[0].shape)
-            return replace(work, saved=work.saved + (self._mask_bytes(op.outputs[0]) - 1) * elements / rows)
+            return replace(work, saved=work.saved + (self._mask_bytes(op.outputs[0]) - 1) * elements / samples)
         return work
 
     def _attention(self, op: Op, work: OpCost) -> OpCost:
         """Fused, it keeps a number a query beside its inputs and result; else a matrix or three of queries by keys."""
         query, key = (self._spec(name) for name in op.inputs[:2])
-        rows = self.subject.rows
+        samples = self.subject.samples
         queries = prod(query.shape[:-1])
-        normalisers = 4.0 * queries / rows
-        heads = prod(query.shape[:-2]) / rows
+        normalisers = 4.0 * queries / samples
+        heads = prod(query.shape[:-2]) / samples
         dropout = self._argument(op, 4, "dropout_p", 0.0)
         if self.subject.flash and not dropout:
             return replace(work, is_core=True, core_saved=min(normalisers, work.saved))
@@ -189,7 +189,7 @@ class _Reader:
         work = replace(work, temporary=self._sample_bytes(logits))
         if not is_from_sharded:
             return work
-        wide = 4 * prod(logits.shape) / self.subject.rows
+        wide = 4 * prod(logits.shape) / self.subject.samples
         is_half = logits.dtype.itemsize < 4
         return replace(work, tp_saved=max(wide - work.saved, 0.0), tp_temporary=wide if is_half else 0.0)
 
@@ -198,7 +198,7 @@ class _Reader:
         moved = float(moved_back(op, self.makers)) if others else 0.0
         if op.flops and sum(name in self.parameter for name in op.inputs) > 1:
             moved += op.outputs[0].nbytes
-        return moved / self.subject.rows
+        return moved / self.subject.samples
 
     def _gradient_bytes(self, name: str) -> int:
         weight = self.subject.weights.get(self.parameter.get(name, ""))
@@ -207,20 +207,20 @@ class _Reader:
     def look_back(self) -> None:
         """Tell every op what is alive in its backward."""
         held = held_by_ops(self.trace, self.sharded)
-        rows = self.subject.rows
+        samples = self.subject.samples
         for part in self.parts:
             part.ops = [
                 replace(
                     work,
-                    held_sharded=held[work.name].sharded / rows,
-                    held_replicated=held[work.name].replicated / rows,
-                    moved_back=work.moved_back + 3 * held[work.name].added / rows,  # two are read, one is written
+                    held_sharded=held[work.name].sharded / samples,
+                    held_replicated=held[work.name].replicated / samples,
+                    moved_back=work.moved_back + 3 * held[work.name].added / samples,  # two are read, one is written
                 )
                 for work in part.ops
             ]
 
-    def _argument(self, op: Op, place: int, name: str, default: float) -> float:
-        value = op.node.args[place] if len(op.node.args) > place else op.node.kwargs.get(name, default)
+    def _argument(self, op: Op, index: int, name: str, default: float) -> float:
+        value = op.node.args[index] if len(op.node.args) > index else op.node.kwargs.get(name, default)
         return float(value) if isinstance(value, int | float) else default
 
     def _mask_bytes(self, spec: TensorSpec) -> float:
@@ -230,16 +230,16 @@ class _Reader:
         return self.trace.specs[name][0]
 
     def _sample_bytes(self, spec: TensorSpec) -> float:
-        return spec.nbytes / self.subject.rows
+        return spec.nbytes / self.subject.samples
 
     def _see_boundary(self, inputs: list[str]) -> None:
         """What the second block takes from the first is what a pipeline sends."""
-        if self.hidden is None and self.place >= 2:
-            crossing = [n for n in inputs if self.home.get(n, self.place) < self.place]
+        if self.hidden is None and self.part_number >= 2:
+            crossing = [n for n in inputs if self.home.get(n, self.part_number) < self.part_number]
             floats = [self._spec(n) for n in crossing if self.trace.specs[n] and self._spec(n).dtype.is_floating_point]
             self.hidden = max(floats, key=lambda spec: spec.nbytes, default=None)
 
-    # ---- the whole -----------------------------------------------------------------------------------------------
+    # ---- the model -----------------------------------------------------------------------------------------------
 
     def profile(self) -> ModelProfile:
         segments = self._shared([self._segment(part, number) for number, part in enumerate(self.parts)])

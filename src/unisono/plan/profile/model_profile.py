@@ -29,7 +29,7 @@ class OpCost:
     kind: str  # matmul, attention, memory (what bounds it), or view
     flops: float = 0.0
     moved: float = 0.0  # bytes of activations read and written
-    moved_back: float = 0.0  # ... by the backward, beside what it does in the place of the forward
+    moved_back: float = 0.0  # ... by the backward, beyond what mirrors the forward
     weights: float = 0.0  # bytes of parameters read
     outputs: float = 0.0  # bytes
     saved: float = 0.0  # bytes kept for the backward
@@ -47,7 +47,7 @@ class OpCost:
     role: str = ""  # column, row or vocab: a layer that tp shards
     crossing: float = 0.0  # bytes of what enters a region here, or leaves it
     tp_saved: float = 0.0  # bytes more that are kept where tp shards it
-    tp_temporary: float = 0.0  # in the place of `temporary`, where tp shards it
+    tp_temporary: float = 0.0  # instead of `temporary`, where tp shards it
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class ModelProfile:
 class Setting(NamedTuple):
     """How a segment is divided: equal settings have equal memory and time."""
 
-    rows: float  # samples of a microbatch on a rank
+    samples: float  # of a microbatch on a rank
     tp: int
     cp: int
     ep: int
@@ -188,4 +188,4 @@ class Setting(NamedTuple):
 
 def hidden_bytes(profile: ModelProfile, setting: Setting) -> float:
     """Of a microbatch's activations between two blocks, on one rank."""
-    return profile.hidden * setting.rows / setting.cp / (setting.tp if setting.sequence else 1)
+    return profile.hidden * setting.samples / setting.cp / (setting.tp if setting.sequence else 1)

@@ -47,16 +47,16 @@ class Stages:
     @cached_property
     def kinds(self) -> tuple[list[tuple[tuple[Segment, int], ...]], list[int]]:
         """The stages that differ, and for each stage the number of its kind."""
-        places: dict[tuple[tuple[int, int], ...], int] = {}
+        positions: dict[tuple[tuple[int, int], ...], int] = {}
         kinds: list[tuple[tuple[Segment, int], ...]] = []
         numbers = []
         for stage in range(len(self.placement)):
             counted = self.segments_of_stage(stage)
             key = tuple((id(segment), count) for segment, count in counted)
-            if key not in places:
-                places[key] = len(kinds)
+            if key not in positions:
+                positions[key] = len(kinds)
                 kinds.append(counted)
-            numbers.append(places[key])
+            numbers.append(positions[key])
         return kinds, numbers
 
     def segments_of(self, rank: int) -> tuple[tuple[Segment, int], ...]:

@@ -1,7 +1,7 @@
 """Pictures of a timeline: a row a rank, a box an action, gaps where a rank waits.
 
-A box says the microbatch; where a rank holds several stages, letters tell them apart (a: its first stage, b: its
-second). Text also says the kind of action; SVG and coloured text show it by colour.
+A box shows the microbatch; where a rank holds several stages, letters tell them apart (a: its first stage, b: its
+second). Text also names the kind of action; SVG and coloured text show it by colour.
 """
 
 from __future__ import annotations
@@ -159,10 +159,12 @@ def _box(span: Span, opacity: float, y: int, frame: _Frame, labels: _Labels) -> 
     action, x = span.action, frame.x(span.start)
     width = round(frame.x(span.end) - x, 2)
     ink = "#ffffff" if opacity > 0.8 else "#1f2328"
-    told = f"{WORDS[action.kind]}: stage {action.stage}, microbatch {action.microbatch}, {span.start:g} to {span.end:g}"
+    words = (
+        f"{WORDS[action.kind]}: stage {action.stage}, microbatch {action.microbatch}, {span.start:g} to {span.end:g}"
+    )
     yield (
         f'<rect x="{x}" y="{y}" width="{width}" height="{frame.box}" rx="2" fill="{FILLS[action.kind]}" '
-        f'fill-opacity="{opacity:.2f}" stroke="#ffffff"><title>{told}</title></rect>'
+        f'fill-opacity="{opacity:.2f}" stroke="#ffffff"><title>{words}</title></rect>'
     )
     text = labels.short(action)
     if width >= 7 * len(text) + 3:  # the widest a digit gets, and the border

@@ -97,7 +97,7 @@ def _lowest_peak(sums: Sequence[float], stages: int) -> float:
     peak = list(sums)  # of the first n blocks on one stage
     for stage in range(2, stages + 1):
         peak = [
-            min((max(peak[cut], sums[n] - sums[cut]) for cut in range(stage - 1, n)), default=float("inf"))
+            min((max(peak[start], sums[n] - sums[start]) for start in range(stage - 1, n)), default=float("inf"))
             for n in range(blocks + 1)
         ]
     return peak[blocks]
@@ -113,9 +113,9 @@ def _most_even(sums: Sequence[float], stages: int, peak: float) -> tuple[int, ..
         following = [none]
         for n in range(1, blocks + 1):
             choices = [
-                (best[cut][0] + (sums[n] - sums[cut]) ** 2, (*best[cut][1], cut))
-                for cut in range(n)
-                if sums[n] - sums[cut] <= allowed
+                (best[start][0] + (sums[n] - sums[start]) ** 2, (*best[start][1], start))
+                for start in range(n)
+                if sums[n] - sums[start] <= allowed
             ]
             following.append(min(choices, default=none))
         best = following

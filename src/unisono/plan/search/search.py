@@ -184,13 +184,13 @@ class Search:
         """Why the job cannot run under the plan, whatever memory there is."""
         blocks = len(self.profile.blocks)
         if plan.pp * chunks_of(plan) > blocks and plan.pp > 1:
-            has = f"{blocks} blocks" if blocks else "no blocks to cut between"
+            has = f"{blocks} blocks" if blocks else "no blocks to split between"
             return f"it makes {plan.pp * chunks_of(plan)} stages, but the model has {has}"
         if plan.pp > 1 and self.profile.has_bare_blocks and not self.stages(plan).all_hold_parameters:
             return "a rank of the pipeline would hold no parameters"
         if plan.dp * plan.microbatches > self.profile.batch:
             parts = " x ".join(f"{name}={getattr(plan, name)}" for name in ("dp", "microbatches"))
-            return f"{parts} cuts the batch in {plan.dp * plan.microbatches}, but it has {self.profile.batch} samples"
+            return f"{parts} splits the batch in {plan.dp * plan.microbatches}, but it has {self.profile.batch} samples"
         if (plan.sequence or plan.cp > 1) and self.profile.length == 1:
             return "between blocks there are no sequences to share"
         if plan.ep > 1 and not self.profile.has_experts:
@@ -240,10 +240,10 @@ class Search:
     def _scheduled(self, plan: Plan) -> Iterator[Plan]:
         """With every number of microbatches, sp, kind of cp, and order of the pipeline that could pay."""
         for m in self._microbatches(plan):
-            for cut in self._variants(plan.but(microbatches=m)):
-                yield cut
+            for variant in self._variants(plan.but(microbatches=m)):
+                yield variant
                 if plan.pp > 1 and m > 1:
-                    yield from self._orders(cut)
+                    yield from self._orders(variant)
 
     def _variants(self, plan: Plan) -> list[Plan]:
         """With the quicker kind of cp, and with sp, which needs less memory; without only where that is quicker."""
