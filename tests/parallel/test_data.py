@@ -15,8 +15,8 @@ from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
-from unisono.parallel.data.data_parallel import DataParallel, sum_gradients, torch_data_parallel
-from unisono.parallel.layout import Layout, Split, set_layout
+from unisono.parallel.data.data_parallel import DataParallel, sum_gradients
+from unisono.parallel.layout import Layout, set_layout
 from unisono.parallel.share import share, shares
 
 Pools = Callable[[str, int], RankPool]
@@ -118,21 +118,8 @@ def by_reference(comm: Communicator) -> None:
         replicas.same(gradient, missing if expected[key] is None else expected[key], key)
 
 
-def by_torch(comm: Communicator) -> None:
-    mesh = Mesh((comm.size, 1), ("dp", "cp"))
-    model = replicas.net()
-    wrapped = torch_data_parallel(model, mesh, find_unused_parameters=True)
-    expected = replicas.plain(replicas.optimizers()["sgd"], 5, steps=1)["gradients"]
-    replicas.run_step(wrapped, mesh, 0, 5, 1, contextlib.nullcontext)
-    for key, gradient in replicas.gradients_of(model).items():
-        replicas.same(gradient, expected[key], key)
-    set_layout(model.row, Layout((Split.even(("tp",), 1, 6, 1),)))
-    with pytest.raises(UsageError, match="row is sharded"):
-        torch_data_parallel(model, mesh)
-
-
 def test_other_ways_to_the_same_sums(pools: Pools) -> None:
-    for way in (held_to_the_end, set_by_hand, by_reference, by_torch):
+    for way in (held_to_the_end, set_by_hand, by_reference):
         pools("gloo", 2).run(way)
 
 

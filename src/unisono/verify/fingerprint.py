@@ -470,7 +470,3 @@ def _deviation(plain: torch.Tensor, planned: torch.Tensor, floor: float) -> floa
 
 def _both_nan(plain: torch.Tensor, planned: torch.Tensor) -> bool:
     return bool((plain.isfinite() == planned.isfinite()).all())
-
-
-def _norms(prints: Tensors) -> Tensors:
-    return {name: value[:1] for name, value in prints.items()}

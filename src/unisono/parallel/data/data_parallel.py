@@ -8,20 +8,13 @@ so its gradient is the sum of theirs: after summing, all ranks take the same opt
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from unisono.comm.handle import Handle
-from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.data.bucket import Bucket, bucket_bytes_for, buckets_of, summed_axes
 from unisono.parallel.data.reducer import Missing, Reducer
-from unisono.parallel.layout import layout_of
-from unisono.plan.plan import REPLICAS
 
 
 def sum_gradients(model: nn.Module, mesh: Mesh) -> None:
@@ -91,24 +84,3 @@ class DataParallel(Reducer[FlaggedBucket]):
 
     def _ask_for_missing(self) -> Missing:
         return []  # the messages show it
-
-
-def torch_data_parallel(model: nn.Module, mesh: Mesh, **options: Any) -> DistributedDataParallel:
-    """torch's own DistributedDataParallel, made to sum; for plans in which nothing but the batch is sharded."""
-    for name, parameter in model.named_parameters():
-        if layout_of(parameter).splits or layout_of(parameter).summed != REPLICAS:
-            raise UsageError(
-                f"{name} is sharded, which torch's DistributedDataParallel knows nothing of; use DataParallel"
-            )
-    group = mesh.comm(*[axis for axis in REPLICAS if axis in mesh.names]).group
-    wrapped = DistributedDataParallel(
-        model, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=True, **options
-    )
-    # A lambda, because torch compares a hook's annotations with its own, and strings are not equal to types.
-    wrapped.register_comm_hook(group, lambda state, bucket: _sum(state, bucket))
-    return wrapped
-
-
-def _sum(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
-    return future.then(lambda done: done.value()[0])
