@@ -17,8 +17,8 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.data.clip import clip_by_norm
+from unisono.parallel.full_state import full_optimizer_state, load_full_state
 from unisono.parallel.layout import Layout, Split, full_tensor_of, layout_of, local_of, set_layout
-from unisono.parallel.optimizer_state import full_optimizer_state, load_full_state
 from unisono.parallel.precision import accumulate_in_float32
 from unisono.parallel.share import shares
 from unisono.parallel.zero.fully_sharded import zero_optimizer

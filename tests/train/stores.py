@@ -12,8 +12,8 @@ from torch import nn
 import unisono as uni
 from tests.equivalence import tasks
 from unisono.comm.communicator import Communicator
+from unisono.parallel.full_state import full_shape
 from unisono.parallel.layout import layout_of, local_of
-from unisono.parallel.optimizer_state import full_shape
 from unisono.parallel.trainer import Trainer
 from unisono.train.checkpoint.inventory import named_tensors
 

@@ -15,7 +15,7 @@ checks/               what cannot be right, refused before ranks communicate
 meta/                 models without memory, and their values where a rank needs them
 loop                  a training loop of the user's own
 static/               marks and to_static
-optimizer_state, full_state   state as one process would have it
+full_state            state as one process would have it
 autograd_collectives  collectives that gradients flow back through
 blocks                the repeated layers of a model
 task                  what it takes to rebuild a job on any rank

@@ -2,6 +2,9 @@
 
 state = trainer.state_dict()          # every rank calls it, and has all of it
 other.load_state_dict(state)          # of the same model, under any plan
+
+Of the optimizer's state too: for a plain optimizer pass the model's named parameters; for ZeRO what it optimizes
+(`zero.optimized()`). Their layouts describe them, and state tensors of their shape.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ from torch.optim import Optimizer
 
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
+from unisono.mesh.optimizers import load_param_groups
 from unisono.parallel.layout import full_tensors_of, layout_of, local_of
-from unisono.parallel.optimizer_state import full_optimizer_state, full_shape
 
 Tensors = dict[str, torch.Tensor]
+Named = Iterable[tuple[str, torch.Tensor]]
+_LIES = "as the parameter"
 
 
 def full_tensors_in(model: nn.Module, optimized: Tensors, mesh: Mesh) -> Tensors:
@@ -60,3 +65,94 @@ def full_optimizer(optimizer: Optimizer, optimized: Tensors, mesh: Mesh) -> dict
 
 def _over_stages(mine: Any, mesh: Mesh) -> Iterable[Any]:
     return mesh.comm("pp").all_gather_object(mine) if mesh.size("pp") > 1 else [mine]
+
+
+# ---- optimizers ----------------------------------------------------------------------------------------------------
+
+
+def full_shape(tensor: torch.Tensor) -> torch.Size:
+    """The shape of the full tensor of which this rank holds a shard."""
+    shape = list(tensor.shape)
+    for split in reversed(layout_of(tensor).splits):
+        shape[split.dim] = split.length
+    return torch.Size(shape)
+
+
+def full_optimizer_state(optimizer: Optimizer, named: Named, mesh: Mesh) -> dict[str, Any]:
+    """{"state": {name: {key: full tensor or value}}, "param_groups": [...]}. Every rank of the mesh calls it."""
+    tensors = dict(named)
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    groups = [
+        {**group, "params": [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]}
+        for group in optimizer.param_groups
+    ]
+    return {"state": _full_states(optimizer, tensors, mesh), "param_groups": groups}
+
+
+def _full_states(optimizer: Optimizer, tensors: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, dict[str, Any]]:
+    states = {name: optimizer.state.get(tensor, {}) for name, tensor in tensors.items()}
+    full = {
+        name: {
+            key: value.detach().clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()
+        }
+        for name, state in states.items()
+    }
+    shards: dict[tuple[str, str], torch.Tensor] = {}
+    for name, entries in _everyones(states, tensors, mesh).items():
+        full[name] = entries
+        for key, value in entries.items():
+            if isinstance(value, tuple) and value[0] == _LIES:
+                tensor = tensors[name]
+                shards[name, key] = states[name].get(key, tensor.new_empty(tensor.shape, dtype=value[1]))
+    gathered = full_tensors_of(list(shards.values()), [layout_of(tensors[name]) for name, _ in shards], mesh)
+    for (name, key), tensor in zip(shards, gathered, strict=True):
+        full[name][key] = tensor
+    return full
+
+
+def _everyones(
+    states: dict[str, dict[str, Any]], tensors: dict[str, torch.Tensor], mesh: Mesh
+) -> dict[str, dict[str, Any]]:
+    """What any rank has for each parameter that is sharded: one that owns nothing of it may have no state for it."""
+    groups: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
+    for name, tensor in tensors.items():
+        axes = tuple(_in_order(layout_of(tensor).axes, mesh))
+        if axes:
+            reported = {key: _reported(value, tensor) for key, value in states[name].items()}
+            groups.setdefault(axes, {})[name] = reported
+    found: dict[str, dict[str, Any]] = {}
+    for axes, mine in groups.items():
+        for theirs in mesh.comm(*axes).all_gather_object(mine):
+            for name, entries in theirs.items():
+                found[name] = entries | found.get(name, {})
+    return {name: found[name] for name in tensors if name in found}
+
+
+def _reported(value: Any, tensor: torch.Tensor) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return (_LIES, value.dtype) if value.shape == tensor.shape and tensor.ndim else value.detach().cpu()
+
+
+def _in_order(axes: Iterable[str], mesh: Mesh) -> list[str]:
+    return [name for name in mesh.names if name in set(axes)]
+
+
+@torch.no_grad()
+def load_full_state(optimizer: Optimizer, named: Named, mesh: Mesh, state: dict[str, Any]) -> None:
+    """Put full state back, each rank keeping its shard; the plan may be another than the one that saved it."""
+    tensors = dict(named)
+    load_param_groups(optimizer, tensors, state)
+    for name, tensor in tensors.items():
+        shape = full_shape(tensor)
+        shards = {key: _shard(value, tensor, shape, mesh) for key, value in state["state"][name].items()}
+        if shards:
+            optimizer.state[tensor] = shards
+
+
+def _shard(value: Any, tensor: torch.Tensor, shape: torch.Size, mesh: Mesh) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape == shape and shape:
+        return local_of(value, layout_of(tensor), mesh).to(tensor.device, copy=True).contiguous()
+    return value.clone()

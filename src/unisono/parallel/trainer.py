@@ -29,13 +29,12 @@ from unisono.parallel.context.context import Context
 from unisono.parallel.data.clip import TorchClipping, clip_by_norm, clip_by_value
 from unisono.parallel.data.data_parallel import DataParallel
 from unisono.parallel.expert.expert import collect_aux
-from unisono.parallel.full_state import full_optimizer, full_tensors_in, load_tensors
+from unisono.parallel.full_state import full_optimizer, full_tensors_in, load_full_state, load_tensors
 from unisono.parallel.inputs import call
 from unisono.parallel.layout import Split
 from unisono.parallel.loss.batch_loss import GatheredLoss
 from unisono.parallel.loss.loss import GlobalLoss
 from unisono.parallel.loss.model_loss import ModelLoss, Recorded
-from unisono.parallel.optimizer_state import load_full_state
 from unisono.parallel.outputs import joined, require_full_parameters, with_batch_size, with_full_sequences, zero_of
 from unisono.parallel.own_share import OwnShare
 from unisono.parallel.pipeline.generation import generated

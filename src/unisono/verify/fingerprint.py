@@ -28,9 +28,9 @@ from torch.optim import Optimizer
 from unisono.comm.communicator import Communicator
 from unisono.mesh.random.state import RandomState
 from unisono.parallel.expert.expert import collect_aux
+from unisono.parallel.full_state import full_shape
 from unisono.parallel.inputs import call, cloned
 from unisono.parallel.layout import full_tensors_of, layout_of, local_of
-from unisono.parallel.optimizer_state import full_shape
 from unisono.parallel.precision import FULL, Precision, autocast
 from unisono.parallel.trainer import Trainer, takes_closure
 from unisono.verify.rewind import ModelSnapshot, TrainerSnapshot, generators_kept

@@ -22,9 +22,9 @@ from unisono.mesh.mesh import Mesh
 from unisono.mesh.random.state import RandomState
 from unisono.parallel.apply import deferred_for, parallelize
 from unisono.parallel.expert.expert import collect_aux
+from unisono.parallel.full_state import full_optimizer_state
 from unisono.parallel.inputs import call
 from unisono.parallel.layout import full_tensors_of, layout_of
-from unisono.parallel.optimizer_state import full_optimizer_state
 from unisono.parallel.pipeline.off_stage import is_off_stage
 from unisono.parallel.precision import Precision, autocast
 from unisono.parallel.task import Task

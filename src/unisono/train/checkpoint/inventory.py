@@ -19,8 +19,8 @@ from torch import nn
 
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
+from unisono.parallel.full_state import full_shape
 from unisono.parallel.layout import Layout, layout_of
-from unisono.parallel.optimizer_state import full_shape
 from unisono.parallel.trainer import Trainer
 from unisono.train.checkpoint.chunks import Chunk, full_chunk, held_chunks, writes_metadata, written_chunks
 

@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from unisono.errors import CheckpointError
+from unisono.parallel.full_state import full_shape
 from unisono.parallel.layout import layout_of
-from unisono.parallel.optimizer_state import full_shape
 from unisono.parallel.trainer import Trainer
 from unisono.parallel.zero.zero import ShardedOptimizer
 from unisono.train.checkpoint.chunk_files import IndexReader

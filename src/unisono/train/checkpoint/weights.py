@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from unisono.errors import CheckpointError, UsageError
+from unisono.parallel.full_state import full_shape
 from unisono.parallel.layout import layout_of
-from unisono.parallel.optimizer_state import full_shape
 from unisono.parallel.trainer import Trainer
 from unisono.parallel.zero.zero import ShardedOptimizer
 from unisono.train.checkpoint.checkpoints import Checkpoints
