@@ -8,6 +8,9 @@ PYTEST := $(BIN)/python -m pytest
 # Tests run side by side: a worker for each core and one more, as many of them wait; four at most.
 WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 1); echo $$((cores < 4 ? cores + 1 : 4)))
 
+# Workers, launchers and ranks are interpreters by the hundred: they read cached bytecode, wherever make is run.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: setup demo test test-all lint types imports unit docs clean
 
 setup: $(STAMP)
