@@ -2,7 +2,7 @@
 
 apply, compose        `uni.parallelize`: checks, then the strategies in their order; trainer: one training step
 layout                which shard of a parameter a rank holds, and along which axes gradients are summed
-share, own_share, inputs, outputs  batches to ranks and microbatches, and outputs back together
+share, inputs, outputs  batches to ranks and microbatches, and outputs back together
 data/                 data parallelism: buckets, reducer, batch norm over the global batch, clipping
 zero/                 ZeRO 1 to 3
 tensor/               tensor parallelism, layer by layer; rules/: which layers, and how

@@ -36,13 +36,13 @@ from unisono.parallel.loss.batch_loss import GatheredLoss
 from unisono.parallel.loss.loss import GlobalLoss
 from unisono.parallel.loss.model_loss import ModelLoss, Recorded
 from unisono.parallel.outputs import joined, require_full_parameters, with_batch_size, with_full_sequences, zero_of
-from unisono.parallel.own_share import OwnShare
 from unisono.parallel.pipeline.generation import generated
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.tied import TiedGradients
 from unisono.parallel.precision import FULL, LossScaler, Precision, autocast
 from unisono.parallel.share import (
     BatchDim,
+    OwnShare,
     Share,
     batch_slice,
     dims_of,
