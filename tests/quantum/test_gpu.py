@@ -72,6 +72,23 @@ def test_gradients_on_a_gpu(bits: int, row_bits: int | None, dtype: torch.dtype)
 
 @gpu
 @needs_gpu
+def test_a_long_circuit_on_few_wires_stays_in_range() -> None:
+    circuit = Circuit(4)
+    for number in range(400):
+        circuit.h(number % 4).cnot(number % 4, (number + 1) % 4).ry(number % 4, weight(number % 3))
+        circuit.ry((number + 1) % 4, np.pi).rz(number % 4, weight(3))
+    weights = np.array([np.pi, 1.5, -0.4, 0.3])
+    expected_states = [random_state(4, 1), random_state(4, 2)]
+    states = [state.to(CUDA, torch.complex64) for state in expected_states]
+    found = GpuCompiled(circuit.operations, 4, torch.complex64, CUDA).reverse(states[0], states[1], weights)
+    expected = reference.reverse(expected_states[0], expected_states[1], circuit.operations, weights)
+    np.testing.assert_allclose(found[0], expected[0], atol=1e-2)
+    for mine, theirs in zip(states, expected_states, strict=True):
+        torch.testing.assert_close(mine.cpu().to(theirs), theirs, atol=1e-4, rtol=0)
+
+
+@gpu
+@needs_gpu
 def test_wide_words_and_unitaries_on_a_gpu() -> None:
     circuit = Circuit(12).pauli_rotation("XYXXYXZX", range(8), 0.7)
     circuit.unitary(random_unitary(np.random.default_rng(0), 32), (9, 1, 4, 6, 2))

@@ -5,6 +5,7 @@ Read in this order:
     lowering    gates as rotations, phases, flips and dense matrices
     frame       bits of a tile as parities of its rows: CNOT, X and SWAP cost nothing
     stages      the primitives of a tile in few passes
+    linear_sweeps   for a GPU: sweeps over linear subspaces, where CNOT and X cost nothing between tiles either
     angles      the angles of a program, evaluated and differentiated together
     assembly    tiles as arrays of instructions (kernels/code.py)
     packed      a program compressed between its runs

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from unisono.quantum.circuit.growable import ChunkedList, Numbers
 from unisono.quantum.circuit.parameter import Affine
 from unisono.quantum.compile.angles import Angles
-from unisono.quantum.compile.frame import SKEW, Basis, Frame, TileLayout, skew
+from unisono.quantum.compile.frame import SKEW, Basis, TileLayout, skew
+from unisono.quantum.compile.linear_sweeps import LinearSweep
 from unisono.quantum.compile.lowering import Primitive
 from unisono.quantum.compile.stages import CompiledStage, Mix, Term, stages
 from unisono.quantum.kernels import code
@@ -76,10 +77,19 @@ class Assembler:
     takes beside its state."""
 
     def __init__(
-        self, bits: int, lane_bits: int, row_bits: int, every: int = SKEW, *, room: int | None = None, halved: bool
+        self,
+        bits: int,
+        lane_bits: int,
+        row_bits: int,
+        every: int = SKEW,
+        *,
+        room: int | None = None,
+        halved: bool,
+        together: int = TOGETHER,
+        banks: int = 0,
     ) -> None:
         self.bits, self.lane_bits = bits, lane_bits
-        self._room, self._halved = room, halved
+        self._room, self._halved, self._together, self._banks = room, halved, together, banks
         self.width = 1 << lane_bits
         self._ops, self._sweeps, self._pairs = (Numbers(np.int64) for _ in range(3))
         self._sweep_ops: list[list[int]] = []  # of the sweep that is being made
@@ -100,19 +110,38 @@ class Assembler:
     def sweep(self, primitives: Iterable[Primitive], layout: TileLayout) -> None:
         """Add a tile's program, and how the tiles are in the state."""
         made, frame = stages(primitives, layout, self.bits - 1)
-        count = len(layout.rows)
-        fields = [0] * code.SWEEP_FIELDS
-        fields[code.FIRST] = len(self._ops) // code.FIELDS
-        for stage in made:
-            self._stage(stage, count)
-        fields[code.LAST] = fields[code.FIRST] + len(self._sweep_ops)
-        fields[code.ROW_BITS], fields[code.OUTSIDE_BITS] = count, len(layout.outside)
+        fields = self._begin(made, len(layout.rows), layout.outside)
         key = ("places", *layout.rows)
         fields[code.PLACES], _ = self._once(key, lambda: _xors(2 << bit for bit in layout.rows))
         straight = layout.lanes == tuple(range(self.lane_bits))
         fields[code.LANES] = -1 if straight else self._add("places", _xors(2 << bit for bit in layout.lanes))
-        fields[code.OUTSIDE] = self._add("places", np.array([2 << bit for bit in layout.outside], dtype=np.int64))
-        self._finish(fields, layout, frame)
+        flips = [(frame.parity[bit].outside, frame.mask[bit]) for bit in layout.rows]
+        self._finish(fields, [frame.mask[bit] for bit in layout.rows], flips)
+
+    def linear_sweep(self, swept: LinearSweep) -> None:
+        """The same for a sweep whose tiles are cosets of a linear subspace; there are no lanes."""
+        fields = self._begin(swept.stages, len(swept.basis), swept.outside)
+        key = ("places", "linear", *swept.basis)
+        fields[code.PLACES], _ = self._once(key, lambda: _xors(2 * vector for vector in swept.basis))
+        fields[code.LANES] = -1
+        fields[code.START], _ = self._once(("rows", "order", *swept.start), lambda: _xors(swept.start))
+        self._finish(fields, swept.order, swept.order_flips)
+
+    def _begin(self, made: Iterable[CompiledStage], row_bits: int, outside: Sequence[int]) -> list[int]:
+        fields = [0] * code.SWEEP_FIELDS
+        fields[code.FIRST] = len(self._ops) // code.FIELDS
+        for stage in made:
+            self._stage(stage, row_bits)
+        fields[code.LAST] = fields[code.FIRST] + len(self._sweep_ops)
+        fields[code.ROW_BITS], fields[code.OUTSIDE_BITS] = row_bits, len(outside)
+        fields[code.OUTSIDE] = self._add("places", np.array([2 << bit for bit in outside], dtype=np.int64))
+        return fields
+
+    def _finish(self, fields: list[int], order: Sequence[int], flips: Iterable[tuple[int, int]]) -> None:
+        """`order` has the row mask of each bit of a place, at the end."""
+        fields[code.ORDER], _ = self._once(("rows", "order", *order), lambda: _xors(order))
+        real = [(outside, mask) for outside, mask in flips if outside]
+        fields[code.SWEEP_FLIPS], fields[code.SWEEP_FLIP_COUNT] = self._add_pairs(real), len(real)
         self._sweeps.extend(fields)
         for op in self._sweep_ops:
             self._ops.extend(op)
@@ -150,8 +179,8 @@ class Assembler:
     def _stage(self, stage: CompiledStage, row_bits: int) -> None:
         for level in stage.levels():
             plain = [mix for mix in level if mix.plain]
-            for start in range(0, len(plain), TOGETHER):
-                self._turns(plain[start : start + TOGETHER], row_bits)
+            for start in range(0, len(plain), self._together):
+                self._turns(plain[start : start + self._together], row_bits)
             for mix in level:
                 if not mix.plain:
                     self._dense(mix, row_bits) if mix.matrix is not None else self._pair(mix, row_bits)
@@ -203,7 +232,7 @@ class Assembler:
         key = ("rows", row_bits, *sorted(wanted))
         if kind == code.DENSE:
             key = (*key, len(self._rows))  # its own: masks precede its rows
-        op[code.ROWS], op[code.ROW_COUNT] = self._once(key, lambda: _chosen(wanted, row_bits))
+        op[code.ROWS], op[code.ROW_COUNT] = self._once(key, lambda: _chosen(wanted, row_bits, self._banks))
         self._flips(op, flips, conditions)
         return op
 
@@ -306,13 +335,6 @@ class Assembler:
 
     # ---- arrays -------------------------------------------------------------------------------------------------
 
-    def _finish(self, fields: list[int], layout: TileLayout, frame: Frame) -> None:
-        masks = [frame.mask[bit] for bit in layout.rows]
-        fields[code.ORDER], _ = self._once(("rows", "order", *masks), lambda: _xors(masks))
-        flips = [(frame.parity[bit].outside, frame.mask[bit]) for bit in layout.rows]
-        real = [(outside, mask) for outside, mask in flips if outside]
-        fields[code.SWEEP_FLIPS], fields[code.SWEEP_FLIP_COUNT] = self._add_pairs(real), len(real)
-
     def _end_batch(self) -> None:
         """Sweeps since the last batch are one; its values and sums are counted from 0."""
         last = self._batches[-1] if self._batches else Batch(slice(0), slice(0), 0, 0, slice(0))
@@ -371,9 +393,20 @@ def _xors(masks: Iterable[int]) -> NDArray[np.int64]:
     return made
 
 
-def _chosen(wanted: Sequence[tuple[int, int]], row_bits: int) -> NDArray[np.int32]:
-    """The rows in which each parity has its value."""
+def _chosen(wanted: Sequence[tuple[int, int]], row_bits: int, banks: int) -> NDArray[np.int32]:
+    """The rows in which each parity has its value. If possible, 2^banks adjacent ones of the list are in different
+    banks of shared memory."""
     rows = np.arange(1 << row_bits, dtype=np.int32)
     for mask, value in wanted:
         rows = rows[(np.bitwise_count(rows & np.int32(mask)) & 1) == value]
-    return rows
+    if not banks or len(rows) < 2:
+        return rows
+    spread: list[int] = []
+    rest: list[int] = []
+    seen = {0}  # the banks that sums of `spread` are in
+    for bit in range(len(rows).bit_length() - 1):
+        vector = int(rows[1 << bit] ^ rows[0])
+        bank = vector & ((1 << banks) - 1)
+        (rest if bank in seen else spread).append(vector)
+        seen |= {bank ^ other for other in seen}
+    return (_xors([*spread, *rest]) ^ rows[0]).astype(np.int32)

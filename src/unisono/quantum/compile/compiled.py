@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,8 @@ from unisono.quantum.circuit.operation import Operation
 from unisono.quantum.circuit.operations import Operations
 from unisono.quantum.compile.assembly import Assembler, Code
 from unisono.quantum.compile.bound import Bound
-from unisono.quantum.compile.frame import SKEW, TileLayout
+from unisono.quantum.compile.frame import TileLayout
+from unisono.quantum.compile.linear_sweeps import linear_sweeps
 from unisono.quantum.compile.lowering import lower
 from unisono.quantum.compile.packed import Packed
 from unisono.quantum.kernels.workspace import Workspace, workspace
@@ -36,17 +36,27 @@ def assemble(
     lane_bits: int,
     row_bits: int = ROW_BITS,
     *,
-    near: int = NEAR,
-    skew: int = SKEW,
     room: int | None = None,
-    halved: bool = True,
 ) -> Code:
     """The program of operations on axes 0 (most significant) to bits - 1; the rest is as for Assembler."""
-    swept, capacity, near = sweeps(operations, bits, lane_bits, row_bits, near)
-    assembler = Assembler(bits, lane_bits, capacity, skew, room=room, halved=halved)
+    swept, capacity, near = sweeps(operations, bits, lane_bits, row_bits)
+    assembler = Assembler(bits, lane_bits, capacity, room=room, halved=True)
     for tile in swept:
-        layout = replace(layout_of(tile, bits, lane_bits, near, capacity), skew=skew)
+        layout = layout_of(tile, bits, lane_bits, near, capacity)
         assembler.sweep((primitive for each in tile.operations for primitive in lower(each)), layout)
+    return assembler.code()
+
+
+def assemble_linear(
+    operations: Sequence[Operation], bits: int, row_bits: int, near: int, banks: int, together: int
+) -> Code:
+    """The same for a GPU: rows of one amplitude, and tiles that are cosets of linear subspaces."""
+    widest = max((len(mixed_wires(each)) for each in operations), default=0)
+    capacity = min(max(row_bits, widest), bits)
+    near = max(0, min(near, capacity - max(1, widest)))
+    assembler = Assembler(bits, 0, capacity, halved=False, together=together, banks=banks)
+    for swept in linear_sweeps(operations, bits, capacity, near, banks):
+        assembler.linear_sweep(swept)
     return assembler.code()
 
 

@@ -39,7 +39,7 @@ class Mix:
         return self.angle is not None and not self.guards
 
     def conflicts(self, other: Mix) -> bool:
-        return _changes(self.masks, other.reads) or _changes(other.masks, self.reads)
+        return changes(self.masks, other.reads) or changes(other.masks, self.reads)
 
     def absorbs(self, other: Mix) -> bool:
         """Whether both are rotations of the same bit under the same guards, so that angles add up."""
@@ -85,12 +85,12 @@ def stages(primitives: Iterable[Primitive], layout: TileLayout, top: int) -> tup
                 frame.flip(target, control)
                 continue
             guards = ((frame.parity[control], 1),)
-            _add_mix(made, Mix((frame.mask[target],), (frame.parity[target],), guards))
+            add_mix(made, Mix((frame.mask[target],), (frame.parity[target],), guards))
         elif isinstance(primitive, Phase):
             bits = tuple(frame.group(top - axis for axis in group) for group in primitive.parities)
-            _add_term(made, Term(_guards(frame, primitive.controls, top), bits, primitive))
+            add_term(made, Term(_guards(frame, primitive.controls, top), bits, primitive))
         else:
-            _add_mix(made, _mix(frame, primitive, top))
+            add_mix(made, _mix(frame, primitive, top))
     return made, frame
 
 
@@ -115,11 +115,11 @@ def _guards(frame: Frame, controls: Sequence[tuple[int, int]], top: int) -> Guar
     return tuple((frame.parity[top - axis], value) for axis, value in controls)
 
 
-def _add_mix(made: list[CompiledStage], mix: Mix) -> None:
+def add_mix(made: list[CompiledStage], mix: Mix) -> None:
     """After every phase it conflicts with; within that stage, after every mix it conflicts with."""
     first = 0
     for number in reversed(range(len(made))):
-        if any(_changes(mix.masks, term.reads) for term in made[number].terms):
+        if any(changes(mix.masks, term.reads) for term in made[number].terms):
             first = number + 1
             break
         if any(mix.conflicts(other) for other in made[number].mixes):
@@ -139,10 +139,10 @@ def _add_mix(made: list[CompiledStage], mix: Mix) -> None:
     stage.mixes.append(mix)
 
 
-def _add_term(made: list[CompiledStage], term: Term) -> None:
+def add_term(made: list[CompiledStage], term: Term) -> None:
     first = 0
     for number in reversed(range(len(made))):
-        if any(_changes(mix.masks, term.reads) for mix in made[number].mixes):
+        if any(changes(mix.masks, term.reads) for mix in made[number].mixes):
             first = number
             break
     while len(made) <= first:
@@ -150,6 +150,6 @@ def _add_term(made: list[CompiledStage], term: Term) -> None:
     made[first].terms.append(term)
 
 
-def _changes(masks: Iterable[int], reads: Iterable[int]) -> bool:
+def changes(masks: Iterable[int], reads: Iterable[int]) -> bool:
     reads = tuple(reads)
     return any(odd(mask & read) for mask in masks for read in reads)

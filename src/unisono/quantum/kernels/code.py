@@ -26,11 +26,12 @@ TURNS, PAIR, PHASE, LANE_PHASE, DENSE = range(5)
 # fields of an instruction
 (
     KIND,
-    COUNT,  # TURNS: how many bits are turned (1 to 3). DENSE: on how many bits the matrix acts
+    COUNT,  # TURNS: how many bits are turned (1 to 3, on a GPU 1 to 4). DENSE: on how many bits the matrix acts
     FORM,  # TURNS: how many of them, the first, are in cotangent form
     MASK0,
     MASK1,
     MASK2,
+    MASK3,  # on a GPU, where up to four bits are turned
     ROWS,  # where in `rows` the instruction's rows begin: those whose bits are 0
     ROW_COUNT,
     FLIPS,  # where in `pairs` its flips begin
@@ -40,7 +41,7 @@ TURNS, PAIR, PHASE, LANE_PHASE, DENSE = range(5)
     VALUES,  # where in `values` its numbers are
     SLOT,  # where gradients go: the first turn's number; the phase's place among the rows' sums; or -1
     FIELDS,
-) = range(15)
+) = range(16)
 
 # fields of a sweep
 (
@@ -51,8 +52,9 @@ TURNS, PAIR, PHASE, LANE_PHASE, DENSE = range(5)
     PLACES,  # where in `places` the offsets of the rows begin
     LANES,  # where in `places` the offsets of the lanes begin; -1: lanes are the lowest bits
     OUTSIDE,  # where in `places` the weights of the outside bits begin
+    START,  # where in `rows` the first row of each place begins
     ORDER,  # where in `rows` the final row of each place begins
     SWEEP_FLIPS,  # of the final rows
     SWEEP_FLIP_COUNT,
     SWEEP_FIELDS,
-) = range(11)
+) = range(12)
