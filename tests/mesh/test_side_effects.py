@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -275,3 +276,18 @@ def test_modules_that_name_each_other_are_followed_once() -> None:
         other.kept.append(1)
         one.use().append(2)
     assert one.use() == other.kept == []
+
+
+_OWN: list[Any] = [torch.Generator(), random.Random(3), numpy.random.default_rng(3), numpy.random.RandomState(3)]
+
+
+def _drawn() -> list[float]:
+    generator, python, new, old = _OWN
+    return [torch.rand(1, generator=generator).item(), python.random(), new.random(), old.random_sample()]
+
+
+def test_generators_that_code_reaches_are_as_before() -> None:
+    with no_side_effects(_drawn):
+        first = _drawn()
+        assert _drawn() != first
+    assert _drawn() == first

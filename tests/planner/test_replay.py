@@ -47,14 +47,17 @@ def test_messages_take_what_links_take() -> None:
 
 def test_the_slowest_rank_and_its_messages_make_the_step() -> None:
     gradients, activations = Message("all_reduce", (0, 1), 10**5), Message("all_reduce", (0, 2), 10**5)
-    ranks = [
-        RankReplay(seconds, Counter({gradients: 2, activations: 3}), replicas=(0, 1))
-        for seconds in (0.5, 0.7, 0.6, 0.6)
-    ]
+    messages = Counter({gradients: 2, activations: 3})
+    ranks = [RankReplay(Plan(dp=2, tp=2), seconds, messages, replicas=(0, 1)) for seconds in (0.5, 0.7, 0.6, 0.6)]
     each = 2 * (1e-3 + 0.05)
     assert step_seconds(ranks, _machine()) == pytest.approx(0.7 + 5 * each)
     hidden = step_seconds(ranks, _machine(overlap=1.0))  # replicas' messages travel during the backward
     assert hidden == pytest.approx(0.7 + 3 * each)
+    gathered = Message("all_gather_into", (0, 1), 10**5)  # parameters, after the optimizer's step
+    sharded = [replace(rank, plan=Plan(dp=2, tp=2, zero=1), messages=Counter({gathered: 1})) for rank in ranks]
+    assert step_seconds(sharded, _machine(overlap=1.0)) == pytest.approx(0.7 + 1e-3 + 0.1)
+    piped = [replace(rank, plan=Plan(dp=2, pp=2)) for rank in ranks]  # gradients leave when the pipeline has ended
+    assert step_seconds(piped, _machine(overlap=1.0)) == pytest.approx(0.7 + 5 * each)
 
 
 def test_a_pipeline_is_played_with_the_times_of_its_actions() -> None:
@@ -62,6 +65,7 @@ def test_a_pipeline_is_played_with_the_times_of_its_actions() -> None:
     order = schedule("1f1b", 2, 4)
     ranks = [
         RankReplay(
+            Plan(pp=2, microbatches=4),
             12.5,
             Counter({Message("send", (stage, 1 - stage), 10**3): 4}),
             (),

@@ -53,9 +53,9 @@ _active: list[_State] = []  # of the blocks that are open, the innermost last
 def no_side_effects(*roots: Any) -> Iterator[None]:
     """In the block, run code of these objects (modules, functions); afterwards Python's state is what it was before.
 
-    Restored are caches, globals, attributes of classes and objects, and containers that this code can reach, the
-    generators of random numbers on the CPU, and torch's default dtype. A block inside another one, for the same
-    objects, restores what was before the outer one.
+    Restored are caches, globals, attributes of classes and objects, containers and generators of random numbers that
+    this code can reach, the default generators on the CPU, and torch's default dtype. A block inside another one, for
+    the same objects, restores what was before the outer one.
     """
     roots = tuple(root for root in roots if root is not None)
     state = next((each for each in _active if each.covers(roots)), None) or _State(*roots)
@@ -72,6 +72,10 @@ def recorded(*roots: Any) -> Callable[[], None]:
     return _State(*roots).restore
 
 
+def _is_numpy_random(value: Any) -> bool:
+    return type(value).__module__.startswith("numpy.random")
+
+
 class _State:
     """What code can reach, as it is now."""
 
@@ -84,6 +88,7 @@ class _State:
         self._classes: list[tuple[type, dict[str, Any]]] = []
         self._cells: list[tuple[types.CellType, Any]] = []
         self._objects: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._generators: list[tuple[Callable[[Any], Any], Any]] = []  # how to restore them, and their states
         self._pending: list[tuple[Any, frozenset[str]]] = [(root, frozenset()) for root in roots]
         while self._pending:
             self._visit(*self._pending.pop())
@@ -104,6 +109,8 @@ class _State:
             _restore_container(kind, container, members)
         for cls, attributes in self._classes:
             _restore_class(cls, attributes)
+        for set_state, state in self._generators:
+            set_state(state)
         for cell, value in self._cells:
             cell.cell_contents = value
         for namespace, names in self._objects:
@@ -159,6 +166,13 @@ class _State:
             self._later((value.func, value.args, value.keywords))
         elif isinstance(value, functools.cached_property):
             self._later((value.func,))
+        elif isinstance(value, torch.Generator) or (_is_numpy_random(value) and hasattr(value, "set_state")):
+            self._generators.append((value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            self._generators.append((value.setstate, value.getstate()))
+        elif _is_numpy_random(value) and hasattr(value, "bit_generator"):
+            bits = value.bit_generator
+            self._generators.append((functools.partial(setattr, bits, "state"), bits.state))
         else:
             self._object(value)
 

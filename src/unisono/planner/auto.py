@@ -16,9 +16,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from unisono.comm.communicator import Communicator
-from unisono.errors import UnisonoError, UsageError
+from unisono.errors import UsageError
 from unisono.plan.hardware.spec import Hardware
 from unisono.plan.plan import Plan
 from unisono.plan.search.search import WITHIN, Candidate, Search
@@ -35,7 +36,6 @@ _ALIKE = 2  # and the most with the same mesh: the cost model tells these apart 
 _MUCH_SLOWER = 2.0  # times the best prediction of the cost model: what it says takes longer is not replayed
 _FEW_RANKS = 16  # up to which all plans that are not much slower are looked at closely; the search stays short
 _FAR_OFF = 1.5  # of measured and predicted times: a machine that was measured at a bad moment
-_UNPREDICTABLE = (UnisonoError, RuntimeError, TypeError, ValueError)
 
 
 def choose(job: Job, comm: Communicator, device: torch.device, options: Any, *, with_race: bool = True) -> Choice:
@@ -43,10 +43,13 @@ def choose(job: Job, comm: Communicator, device: torch.device, options: Any, *, 
 
     options: further arguments of `parallelize`. A job that cannot be traced shares its batch, and nothing is predicted
     of it."""
+    if options.get("batch") == "local":
+        return Choice(Plan(dp=comm.size), note='batch="local": each rank has its own samples, so dp alone is chosen')
     hardware = hardware_here(comm, device)
     search, choices = _planned(job, comm, hardware, _RANKED if with_race else 1)
-    if with_race and len(choices) > 1 and not choices[0].note:
-        entrants = _diverse(choices)
+    room = hardware.usable_memory - _given_bytes(job, device)
+    entrants = [each for each in _diverse(choices) if (each.memory or 0) <= room]  # beside the user's own module
+    if with_race and len(choices) > 1 and entrants and not choices[0].note:
         found = replay([each.plan for each in entrants], job, comm, device, hardware, options)
         predicted = zip(entrants, found, strict=True)
         replayed = [replace(each, seconds=seconds, reason=reason) for each, (seconds, reason) in predicted]
@@ -59,7 +62,7 @@ def choose(job: Job, comm: Communicator, device: torch.device, options: Any, *, 
 
 
 def prediction(plan: Plan, job: Job, comm: Communicator, device: torch.device, options: Any) -> Choice:
-    """What is predicted of a plan: by a replay, where there is memory for it beside the user's own module."""
+    """What is predicted of a plan: by a replay, where there is memory for it beside the training itself."""
     hardware = hardware_here(comm, device)
     _, (choice,) = _planned(job, comm, hardware, 1, plan)
     if choice.note or not choice.memory or 2 * choice.memory > hardware.usable_memory:
@@ -78,7 +81,7 @@ def _planned(
         try:
             search = Planner(job.task(), hardware).search(comm.size)
             found = _ranked(search, top, plan)
-        except _UNPREDICTABLE as error:
+        except Exception as error:
             if search is not None and plan is None and isinstance(error, UsageError):
                 found = error
             else:  # the cost model does not cover the job, or a plan given by hand; rank 0 must not fail alone
@@ -110,6 +113,13 @@ def _choice(search: Search, best: Candidate) -> Choice:
     )
 
 
+def _given_bytes(job: Job, device: torch.device) -> int:
+    """Of a module that the user has on the device already, and that stays there while copies of it are tried."""
+    if not isinstance(job.model, nn.Module):
+        return 0
+    return sum(each.nbytes for each in job.model.parameters() if each.device.type == device.type)
+
+
 def _diverse(choices: Sequence[Choice]) -> list[Choice]:
     """The best few, of which not many have the same mesh."""
     seen: Counter[object] = Counter()
@@ -131,7 +141,7 @@ def _is_far_off(best: Choice) -> bool:
 def _with_reasons(search: Search | None, best: Choice, comm: Communicator) -> Choice:
     """With why not its neighbours: by the race, or by the cost model where that does not contradict it."""
     why: list[tuple[str, str]] = []
-    if search is not None and not best.note:
+    if search is not None and not best.note and best.seconds is not None:
         judged = search.judged(best.plan, played=True)
         measured = {lap.plan: lap.measured for lap in best.race if lap.measured}
         for each in why_not(search, judged):

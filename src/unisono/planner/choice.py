@@ -37,7 +37,7 @@ class Choice:
     why: list[tuple[str, str]] = field(default_factory=list)  # neighbours, and what each lacks
     note: str = ""  # why nothing is predicted
     reason: str = ""  # why it cannot run, as its replay showed
-    race: list[Lap] = field(default_factory=list)  # of all plans that took real steps
+    race: list[Lap] = field(default_factory=list)  # of plans that took real steps, or were to
 
     def about(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if name != "plan"}
@@ -51,7 +51,10 @@ class Choice:
         """Without reasons: the plan with its prediction, and the table of the race."""
         if self.note:
             return str(self)
-        line = f"plan {self.plan}: {1000 * (self.seconds or 0):.1f} ms a step, {(self.memory or 0) / 2**20:.0f} MiB"
+        measured = next((lap.measured for lap in self.race if lap.plan == str(self.plan)), None)
+        seconds = measured or self.seconds
+        time = "no prediction" if seconds is None else f"{1000 * seconds:.1f} ms a step"
+        line = f"plan {self.plan}: {time}, {(self.memory or 0) / 2**20:.0f} MiB"
         if not self.race:
             return line
         rows = [("plan", "predicted", "measured")]
@@ -72,8 +75,11 @@ class Job:
     example: tuple[Any, Any]
     rules: Any = None
     batch_dim: BatchDim = 0
+    clip: float | None = None
 
     def task(self) -> Task:
         model = self.model
         build = model if not isinstance(model, torch.nn.Module) else lambda: model
-        return Task(build, self.loss, self.optimizer, lambda seed: self.example, self.rules, batch_dim=self.batch_dim)
+        return Task(
+            build, self.loss, self.optimizer, lambda seed: self.example, self.rules, self.clip, batch_dim=self.batch_dim
+        )

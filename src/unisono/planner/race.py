@@ -2,8 +2,9 @@
 
 Predictions rank plans well but not perfectly; a measured step is right whatever the model's error. Every entrant gets a
 fresh copy of the model, its own optimizer and the first batch. Entrants have been replayed (replay.py), so that a plan
-which is refused, fails or runs out of memory on some rank does not enter. The time of a step is that of its slowest
-rank, and of a plan the median of its steps. Nothing of the race is left behind: random numbers, Python state that user
+which fails or runs out of memory on some rank does not enter; one that all ranks refuse now is dropped, and any other
+error ends the job as it would in training. The time of a step is that of its slowest rank, and of a plan the median of
+its steps. Nothing of the race is left behind: random numbers, Python state that user
 code can reach, and the user's module are as before.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
 from unisono.parallel.apply import parallelize
 from unisono.plan.plan import Plan
 from unisono.planner.choice import Choice, Job, Lap
@@ -25,7 +27,7 @@ from unisono.planner.replay import fresh, measuring, on_all_ranks, timed_step
 
 ENTRANTS = 5
 _AT_LEAST = 3  # entrants; further ones only where they are predicted to be not much slower than the best
-_MUCH_SLOWER = 1.25
+_SLOWER = 1.25
 _STEPS = 5  # that count, after one to warm up; one only where that took long
 _LONG = 5.0  # seconds
 
@@ -38,14 +40,14 @@ def race(choices: Sequence[Choice], job: Job, comm: Communicator, device: torch.
     dropped = [Lap(str(each.plan), None, None, each.reason) for each in choices if each.reason]
     if not ranked:
         return replace(choices[0], race=dropped)
-    limit = _MUCH_SLOWER * (ranked[0].seconds or 0.0)
+    limit = _SLOWER * (ranked[0].seconds or 0.0)
     entrants = [
         each for number, each in enumerate(ranked[:ENTRANTS]) if number < _AT_LEAST or (each.seconds or 0.0) <= limit
     ]
     laps: list[Lap] = []
     with measuring(job, device):
         for each in entrants:
-            taken, reason = on_all_ranks(comm, partial(_steps, each.plan, job, comm, device, options))
+            taken, reason = on_all_ranks(comm, partial(_steps, each.plan, job, comm, device, options), UsageError)
             seconds = None if reason else statistics.median(map(max, zip(*taken, strict=True)))
             laps.append(Lap(str(each.plan), each.seconds, seconds, reason))
     finished = [number for number, lap in enumerate(laps) if lap.measured is not None]
@@ -64,5 +66,9 @@ def _steps(plan: Plan, job: Job, comm: Communicator, device: torch.device, optio
         comm.barrier()
         return timed_step(trainer, job.example, device)
 
-    first = max(comm.all_gather_object(step()))
-    return [step() for _ in range(_STEPS if first < _LONG else 1)]
+    try:
+        first = max(comm.all_gather_object(step()))
+        return [step() for _ in range(_STEPS if first < _LONG else 1)]
+    except Exception as error:
+        error.add_note(f'in the race of plan="auto", under {plan}; race=False and --no-race leave the race out')
+        raise

@@ -33,7 +33,7 @@ from unisono.parallel.meta.meta_tensors import deep_copy
 from unisono.parallel.trainer import Trainer
 from unisono.plan.cost.collective import group_of
 from unisono.plan.hardware.spec import Hardware
-from unisono.plan.plan import DATA, Plan
+from unisono.plan.plan import REPLICAS, Plan
 from unisono.plan.schedules.action import Action
 from unisono.plan.schedules.schedule import Schedule
 from unisono.plan.schedules.timeline import Costs, timeline
@@ -60,6 +60,7 @@ class Message(NamedTuple):
 class RankReplay:
     """What one rank measured."""
 
+    plan: Plan
     seconds: float = 0.0  # of a step, without communication
     messages: Counter[Message] = field(default_factory=Counter)  # of a step
     replicas: tuple[int, ...] = ()  # ranks that have the same parameters as this one
@@ -92,12 +93,12 @@ def replay(
 
 
 def replay_rank(plan: Plan, rank: int, job: Job, device: torch.device, options: Any) -> RankReplay:
-    found = RankReplay()
+    found = RankReplay(plan)
     with simulated_trainer(fresh(job, device).task(), plan, rank, cloned(job.example), options) as trainer:
         timed_step(trainer, job.example, device)  # makes the optimizer's state
         with traffic.counted(partial(_note, found, rank)):
             first = timed_step(trainer, job.example, device)
-        found.replicas = trainer.mesh.comm(*DATA).ranks if trainer.mesh.size(*DATA) > 1 else ()
+        found.replicas = trainer.mesh.comm(*REPLICAS).ranks if trainer.mesh.size(*REPLICAS) > 1 else ()
         if trainer.pipeline is not None:
             found.schedule, found.neighbours = trainer.pipeline.schedule, trainer.pipeline.comm.ranks
         steps = []
@@ -153,26 +154,34 @@ def step_seconds(of_ranks: Sequence[RankReplay], hardware: Hardware) -> float:
 
 def _within(rank: RankReplay, hardware: Hardware) -> float:
     """Seconds of messages that forward and backward wait for: all but those of replicas and between stages."""
-    others = {
-        message: count
+    return sum(
+        count * message_seconds(message, hardware)
         for message, count in rank.messages.items()
-        if message.ranks != rank.replicas and not _is_between_stages(message, rank)
-    }
-    return sum(count * message_seconds(message, hardware) for message, count in others.items())
+        if not _is_of_replicas(message, rank) and not _is_between_stages(message, rank)
+    )
 
 
 def _is_between_stages(message: Message, rank: RankReplay) -> bool:
     return message.op == "send" and message.ranks[1] in rank.neighbours
 
 
+def _is_of_replicas(message: Message, rank: RankReplay) -> bool:
+    """Gradients and parameters, not the keys and values of context parallelism or tokens on their way to experts."""
+    return message.op not in ("send", "all_to_all") and set(message.ranks) <= set(rank.replicas)
+
+
 def _exposed(rank: RankReplay, hardware: Hardware) -> float:
-    """Seconds of replicas' messages that do not hide behind the backward."""
-    travel = sum(
-        count * message_seconds(message, hardware)
-        for message, count in rank.messages.items()
-        if message.ranks == rank.replicas
-    )
-    return travel - min(travel * (hardware.overlap > 0), hardware.overlap * _BACKWARD * rank.seconds)
+    """Seconds of replicas' messages that do not hide behind the backward. As in `plan.cost.replicas`, parameters that
+    ZeRO 1 and 2 gather after the optimizer's step hide behind nothing, nor do gradients that wait for a pipeline."""
+    zero, travel, hiding = rank.plan.zero, 0.0, 0.0
+    for message, count in rank.messages.items():
+        if _is_of_replicas(message, rank):
+            seconds = count * message_seconds(message, hardware)
+            travel += seconds
+            if not (zero in (1, 2) and message.op.startswith("all_gather")):
+                hiding += seconds
+    can_hide = rank.plan.pp == 1 or zero >= 2
+    return travel - (min(hiding, hardware.overlap * _BACKWARD * rank.seconds) if can_hide else 0.0)
 
 
 def _pipeline_seconds(of_ranks: Sequence[RankReplay], schedule: Schedule, hardware: Hardware) -> float:
@@ -181,7 +190,7 @@ def _pipeline_seconds(of_ranks: Sequence[RankReplay], schedule: Schedule, hardwa
     turns = hardware.turns(len(of_ranks))
     actions: dict[tuple[str, int], float] = {}
     for rank in of_ranks:
-        passes = sum(kind in "FB" or kind == "I" for kind, _ in rank.actions) * schedule.microbatches
+        passes = sum(kind != "W" for kind, _ in rank.actions) * schedule.microbatches
         waits = _within(rank, hardware) / passes if passes else 0.0
         for (kind, stage), seconds in rank.actions.items():
             taken = seconds / turns + (waits if kind != "W" else 0.0)
@@ -195,7 +204,7 @@ def _pipeline_seconds(of_ranks: Sequence[RankReplay], schedule: Schedule, hardwa
         backward=backward,
         inputs=[actions.get(("I", stage), backward[stage]) for stage in stages],
         weights=[actions.get(("W", stage), 0.0) for stage in stages],
-        transfer=max((message_seconds(message, hardware) for message in sends), default=0.0),
+        transfer=max((group_of(hardware, sent.ranks).send(sent.size) for sent in sends), default=0.0),
     )
     acting = [schedule.microbatches * sum(rank.actions.values()) for rank in of_ranks]
     outside = max(rank.seconds - taken + _exposed(rank, hardware) for rank, taken in zip(of_ranks, acting, strict=True))
@@ -206,7 +215,7 @@ def _pipeline_seconds(of_ranks: Sequence[RankReplay], schedule: Schedule, hardwa
 def message_seconds(message: Message, hardware: Hardware) -> float:
     ranks = group_of(hardware, message.ranks)
     match message.op:
-        case "send":
+        case "send":  # round a ring
             return ranks.exchange(message.size)
         case "all_gather" | "all_gather_into":
             return ranks.all_gather(message.size * ranks.ranks)
@@ -214,8 +223,10 @@ def message_seconds(message: Message, hardware: Hardware) -> float:
             return ranks.reduce_scatter(message.size)
         case "all_to_all":
             return ranks.all_to_all(message.size)
-        case "broadcast" | "barrier":
+        case "broadcast":
             return ranks.all_gather(message.size)
+        case "barrier":
+            return ranks.all_reduce(1.0)
         case _:
             return ranks.all_reduce(message.size)
 
@@ -233,13 +244,16 @@ def measuring(job: Job, device: torch.device) -> Iterator[None]:
         yield
 
 
-def on_all_ranks(comm: Communicator, call: Callable[[], Found]) -> tuple[list[Found], str]:
-    """What the call returned on each rank, and the first error of any."""
+def on_all_ranks(
+    comm: Communicator, call: Callable[[], Found], errors: type[Exception] = Exception
+) -> tuple[list[Found], str]:
+    """What the call returned on each rank, and the first error of any. errors: those that do not end the job; any,
+    where ranks do not wait for each other in the call."""
     mine: Found | None = None
     error = ""
     try:
         mine = call()
-    except Exception as raised:  # whatever fails under one plan need not under another, and training would show it
+    except errors as raised:  # whatever fails under one plan need not under another, and training would show it
         error = _reason(raised)
     gc.collect()
     if torch.cuda.is_available():

@@ -167,7 +167,7 @@ class Engine:
         return self.choice
 
     def _job(self, example: tuple[Any, Any]) -> Job:
-        return Job(self._model, self._loss, self._optimizer, example, self._rules, self._batch_dim)
+        return Job(self._model, self._loss, self._optimizer, example, self._rules, self._batch_dim, self._clip)
 
     def cost(self) -> Choice:
         """The predicted time of a step and memory of a rank; every rank calls it."""

@@ -2,7 +2,7 @@
 
 Read in this order:
 
-state             RandomState: seed, step, calls, and the scopes that set which part of a tensor a rank holds
+state             RandomState: what makes numbers independent of the plan; scopes set which part a rank holds
 draw              one call for random numbers: words, uniform, normal, keep
 philox            the counter-based generator; philox_cpu (numba) and philox_gpu (triton) give the same bits
 active            the RandomState that a thread draws from

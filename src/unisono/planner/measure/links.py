@@ -41,10 +41,14 @@ BRIEF = Care(3, 0.002, (2**10, 2**17, 2**21), in_a_round=3, work=2)
 
 
 def links(
-    comm: Communicator, care: Care, timed: Callable[[Callable[[], Any]], float], have_cores: bool
+    comm: Communicator,
+    care: Care,
+    timed: Callable[[Callable[[], Any]], float],
+    have_cores: bool,
+    device: torch.device | None = None,
 ) -> dict[str, Points]:
-    """Of all collectives. `timed` gives the seconds of a call that is made over and over; `have_cores`: each rank has
-    one of its own."""
+    """Of all collectives, for tensors on the device. `timed` gives the seconds of a call that is made over and over;
+    `have_cores`: each rank has one of its own, and computes on it between messages."""
     seconds = {}
     sized = [(name, size) for size in care.messages for name in _COLLECTIVES]
     if have_cores:
@@ -52,7 +56,7 @@ def links(
         seconds = _usual(care, {(name, size): partial(amid.one, name, size) for name, size in sized})
     else:
         for name, size in sized:
-            seconds[name, size] = timed(_COLLECTIVES[name](comm, *_messages(comm, size)))
+            seconds[name, size] = timed(_COLLECTIVES[name](comm, *_messages(comm, size, device)))
     return {name: _rising([(float(size), seconds[name, size]) for size in care.messages]) for name in _COLLECTIVES}
 
 
@@ -161,10 +165,10 @@ def _compute(weights: list[torch.Tensor]) -> None:
 _Made = Callable[[Communicator, torch.Tensor, torch.Tensor], Callable[[], Any]]
 
 
-def _messages(comm: Communicator, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _messages(comm: Communicator, size: int, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """One to give, and one to get."""
     count = size // 4 // comm.size * comm.size
-    return torch.ones(count), torch.zeros(count)
+    return torch.ones(count, device=device), torch.zeros(count, device=device)
 
 
 def _send(comm: Communicator, x: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:

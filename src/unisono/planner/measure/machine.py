@@ -2,7 +2,8 @@
 
 On CPUs every rank has one thread and they measure together, because that is how they will compute. Where there are more
 ranks than cores, as many as there are cores do: those are the rates of a core, and the planner knows that the others
-take turns with them. Of a GPU one process measures the device; links are those between the job's ranks.
+take turns with them. GPUs are measured by all ranks; links are those between the job's ranks, for tensors on their
+device. `unisono bench hardware` measures one GPU, and no links.
 
 The file's name has what the figures depend on: the device, torch, the backend, and the ranks of each host.
 """
@@ -16,7 +17,7 @@ import statistics
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,22 +39,23 @@ Figures = dict[str, Any]  # what one rank has measured
 def hardware_here(comm: Communicator, device: torch.device) -> Hardware:
     """What this job runs on: the file that UNISONO_HARDWARE names, or what an earlier job with as many ranks measured
     here, or what the ranks measure now, in a second or two. Every rank calls it and has the same answer."""
-    path = os.environ.get(HARDWARE)
-    if path:
-        return read_hardware(path)
     file = _cache_file(comm, device)
-    known = comm.broadcast_object(_read(file) if comm.rank == 0 else None)
+    known = comm.broadcast_object(_known(file) if comm.rank == 0 else None)
+    if isinstance(known, UsageError):
+        raise known
     if known is None:
-        with torch.random.fork_rng([]):  # the user's random numbers are as if nothing had been measured
+        # The user's random numbers are as if nothing had been measured.
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
             known = measured_by(comm, device, BRIEF)
         if comm.rank == 0:
             _write(file, known)
-    return known
+    found: Hardware = known
+    return found
 
 
 def forget(comm: Communicator, device: torch.device) -> None:
-    """The next job measures again."""
-    if comm.rank == 0:
+    """The next job measures again, unless the user has named a file."""
+    if comm.rank == 0 and not os.environ.get(HARDWARE):
         _cache_file(comm, device).unlink(missing_ok=True)
 
 
@@ -78,24 +80,40 @@ def _on_rank(brief: bool) -> Hardware:
 
 def measured_by(comm: Communicator, device: torch.device, care: Care) -> Hardware:
     """Every rank calls it and has the same answer."""
-    local_ranks = comm.all_gather_object(comm.local_rank) if comm.size > 1 else [0]
-    hosts, cores = local_ranks.count(0), usable_cores()
-    busy = [rank for rank, local in enumerate(local_ranks) if device.type == "cuda" or local < cores]
+    seats = _seats(comm, device)
+    cores = {seat.host: len(set().union(*(each.cores for each in seats if each.host == seat.host))) for seat in seats}
+    busy = [rank for rank, seat in enumerate(seats) if seat.gpu or seat.local_rank < cores[seat.host]]
+    allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     mine: Figures = {}
     if comm.rank in busy:
         group = comm if len(busy) == comm.size else comm.subgroup(busy)
         mine = _computing(Clock(group, device, care.rounds, care.seconds))
+        mine["library"] = float(torch.cuda.memory_allocated(device) - allocated) if device.type == "cuda" else 0.0
     if comm.size > 1:
         comm.barrier()
-        mine["links"] = links(comm, care, Clock(comm, device, care.rounds, care.seconds).time, len(busy) == comm.size)
+        clock = Clock(comm, device, care.rounds, care.seconds)
+        amid_work = len(busy) == comm.size and device.type != "cuda"
+        mine["links"] = links(comm, care, clock.time, amid_work, device)
     figures = comm.all_gather_object(mine) if comm.size > 1 else [mine]
     counted = [each for each in figures if "flops" in each]
-    return _hardware(counted, _joined(figures), device, comm.size, hosts, cores * hosts)
+    return _hardware(counted, _joined(figures), device, seats, sum(cores.values()))
 
 
-def usable_cores() -> int:
-    """Of this host, by this process."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+class _Seat(NamedTuple):
+    """Where a rank runs."""
+
+    host: str
+    local_rank: int
+    cores: frozenset[int]
+    gpu: str
+
+
+def _seats(comm: Communicator, device: torch.device) -> list[_Seat]:
+    """Of all ranks: what each may use differs where somebody has bound them to cores, or gave each a GPU."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    mine = _Seat(comm.host, comm.local_rank, frozenset(cores), gpu)
+    return comm.all_gather_object(mine) if comm.size > 1 else [mine]
 
 
 def _computing(clock: Clock) -> Figures:
@@ -103,7 +121,6 @@ def _computing(clock: Clock) -> Figures:
     return {
         "flops": {str(dtype).removeprefix("torch."): clock.products(dtype) for dtype in dtypes},
         "attention": clock.attentions(dtypes[0]),
-        "library": float(torch.cuda.memory_allocated()) if clock.is_gpu else 0.0,
         "bandwidth": clock.bandwidth(),
         "elementwise": clock.elementwise(dtypes[0]),
         "overhead": clock.overhead(),
@@ -117,22 +134,24 @@ def _joined(figures: list[Figures]) -> dict[str, Points]:
 
 
 def _hardware(
-    figures: list[Figures], measured: dict[str, Points], device: torch.device, ranks: int, hosts: int, cores: int
+    figures: list[Figures], measured: dict[str, Points], device: torch.device, seats: list[_Seat], cores: int
 ) -> Hardware:
-    first = figures[0]
+    first, ranks, hosts = figures[0], len(seats), len({seat.host for seat in seats})
     is_gpu = device.type == "cuda"
     main = "bfloat16" if is_gpu else "float32"
     gpu = torch.cuda.get_device_properties(device) if is_gpu else None
+    sharing = sum((seat.host, seat.gpu) == (seats[0].host, seats[0].gpu) for seat in seats)  # ranks on one GPU
     bandwidth, elementwise, overhead = (
         statistics.mean(each[key] for each in figures) for key in ("bandwidth", "elementwise", "overhead")
     )
     link = _link(measured, ranks)
     peaks = {dtype: max(rate for _, rate in points) for dtype, points in first["flops"].items()}
+    on_host = ranks // hosts if ranks > 1 else max(torch.cuda.device_count(), 1)
     return Hardware(
         name=gpu.name if gpu else f"{ranks} ranks on {platform.machine()} cores",
-        devices_per_node=max(torch.cuda.device_count(), 1) if is_gpu else ranks,
+        devices_per_node=on_host if is_gpu else ranks,
         cores=None if is_gpu else cores,
-        memory=float(gpu.total_memory) if gpu else _host_memory() * hosts / ranks,
+        memory=float(gpu.total_memory) / sharing if gpu else host_memory() * hosts / ranks,
         memory_bandwidth=bandwidth,
         memory_efficiency=min(elementwise / bandwidth, 1.0),
         op_overhead=overhead,
@@ -152,7 +171,8 @@ def _link(measured: dict[str, Points], ranks: int) -> Link:
     if not measured:
         return Link(1e11, 1e-5)  # one rank: nothing is measured
     small, large = measured["all_gather"][0], measured["all_gather"][-1]
-    bandwidth = (ranks - 1) / ranks * large[0] / max(large[1] - small[1], 1e-9)
+    slope = large[1] - small[1]  # 0 where all sizes took equally long
+    bandwidth = (ranks - 1) / ranks * large[0] / (slope if slope > 0 else large[1])
     curves = tuple((name, tuple(points)) for name, points in measured.items())
     return Link(bandwidth, small[1] / (ranks - 1), curves, ranks)
 
@@ -162,9 +182,13 @@ def _curve(points: Points, peak: float) -> Curve:
     return tuple((size, min(rate / peak, 1.0)) for size, rate in points)
 
 
-def _host_memory() -> float:
-    with open("/proc/meminfo") as file:
-        return float(file.readline().split()[1]) * 1024
+def host_memory() -> float:
+    """Bytes of this host, or of the container where that has less."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and limit.read_text().strip() != "max":
+        memory = min(memory, int(limit.read_text()))
+    return float(memory)
 
 
 # ---- the cache -------------------------------------------------------------------------------------------------------
@@ -178,19 +202,20 @@ def cache_folder() -> Path:
 
 
 def _cache_file(comm: Communicator, device: torch.device) -> Path:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}x{usable_cores()}"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} x {os.cpu_count()}"
     of_hosts = [comm.hosts.count(host) for host in dict.fromkeys(comm.hosts)]
     depends_on = (name, platform.node(), torch.__version__, comm.backend, of_hosts, torch.get_num_threads())
     key = hashlib.sha256(repr(depends_on).encode()).hexdigest()[:12]
     return cache_folder() / f"hardware-{comm.backend}-{comm.size}-{key}.toml"
 
 
-def _read(file: Path) -> Hardware | None:
-    """None where there is none, or none that this version can read."""
+def _known(file: Path) -> Hardware | UsageError | None:
+    """The user's file, or what was measured: None where there is none, or none that this version can read."""
+    named = os.environ.get(HARDWARE)
     try:
-        return read_hardware(file) if file.is_file() else None
-    except (UsageError, OSError):
-        return None
+        return read_hardware(named or file) if named or file.is_file() else None
+    except (UsageError, OSError) as error:
+        return UsageError(str(error)) if named else None
 
 
 def _write(file: Path, hardware: Hardware) -> None:

@@ -2,7 +2,8 @@
 
     checkpoints    Checkpoints: save, wait, load, newest_good
     inventory      what a rank saves: tensors by name, and the rest as JSON; chunks: shards as boxes of full tensors
-    saving         one save: staging, writing, publishing; dcp_planners, chunk_files: by torch's distributed checkpoint
+    saving         one save: staging, writing, publishing; chunk_files: by torch's distributed checkpoint
+    dcp_planners   what each rank writes, and which stored chunks it reads where another plan shards otherwise
     manifest       the index of a checkpoint, with checksums
     restoring      loads a checkpoint under this plan
     weights        export_weights, import_weights: safetensors files and state_dicts

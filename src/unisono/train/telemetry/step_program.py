@@ -22,7 +22,7 @@ from unisono.graph.render.html import as_page
 from unisono.graph.render.listing import tensor_text
 from unisono.parallel.meta.meta_tensors import meta_copy
 from unisono.parallel.trainer import Trainer
-from unisono.planner.auto import Job
+from unisono.planner.choice import Job
 from unisono.simulate.sketch import without_memory
 
 _MAX_LINES = 5000
