@@ -154,3 +154,15 @@ def test_auto_finds_one_plan_on_all_ranks(pools: Callable[[str, int], RankPool])
     shown = [reason for _, reason in raced.why if reason.endswith("(measured)")]
     assert all(reason.startswith("+") for reason in shown)  # no neighbour that raced was faster
     assert len({Plan.parse(plan).shape for plan in measured}) > 1  # the best of several meshes
+
+
+def _alone(comm: Any) -> Choice:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(HARDWARE, "tools/two_cores.toml")
+        return choose(_job(lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))), comm, CPU, {})
+
+
+def test_one_rank_has_nothing_to_race(pools: Callable[[str, int], RankPool]) -> None:
+    (choice,) = pools("gloo", 1).run(_alone)
+    assert choice.plan == Plan()
+    assert not choice.race

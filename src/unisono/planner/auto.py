@@ -47,9 +47,10 @@ def choose(job: Job, comm: Communicator, device: torch.device, options: Any, *, 
         return Choice(Plan(dp=comm.size), note='batch="local": each rank has its own samples, so dp alone is chosen')
     hardware = hardware_here(comm, device)
     search, choices = _planned(job, comm, hardware, _RANKED if with_race else 1)
-    room = hardware.usable_memory - _given_bytes(job, device)
+    room = hardware.usable_memory - max(comm.all_gather_object(_given_bytes(job, device)))
     entrants = [each for each in _diverse(choices) if (each.memory or 0) <= room]  # beside the user's own module
-    if with_race and len(choices) > 1 and entrants and not choices[0].note:
+    is_plain = choices[0].plan == Plan()  # one device that does nothing else: nothing is faster
+    if with_race and not is_plain and len(choices) > 1 and entrants and not choices[0].note:
         found = replay([each.plan for each in entrants], job, comm, device, hardware, options)
         predicted = zip(entrants, found, strict=True)
         replayed = [replace(each, seconds=seconds, reason=reason) for each, (seconds, reason) in predicted]
