@@ -80,7 +80,7 @@ PLANS["moe"] = [
 PLANS["tuned"] = ["dp=2,zero=3", "tp=2"]
 PLANS["vocabulary"] = ["tp=2", "dp=2,tp=2,sp,microbatches=2", "tp=2,pp=2,microbatches=2", "tp=2,cp=2"]
 PLANS["vocabulary_reshaped"] = ["tp=4", "dp=2,tp=2,microbatches=2"]
-PLANS["vocabulary_whole"] = ["dp=2,tp=2"]
+PLANS["vocabulary_full"] = ["dp=2,tp=2"]
 if importlib.util.find_spec("transformers"):
     PLANS["llama"] = ["dp=2,zero=3", "tp=2", "cp=2", "pp=2,microbatches=4", "dp=2,tp=2,zero=1"]
 

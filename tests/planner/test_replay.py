@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,7 @@ from unisono.plan.hardware.toml import read_hardware
 from unisono.plan.plan import Plan
 from unisono.plan.schedules.schedule import schedule
 from unisono.planner.auto import choose, prediction
-from unisono.planner.choice import Choice, Job
+from unisono.planner.choice import Choice, Job, Lap
 from unisono.planner.measure.machine import HARDWARE
 from unisono.planner.replay import Message, Prediction, RankReplay, message_seconds, replay, step_seconds
 
@@ -166,3 +167,12 @@ def test_one_rank_has_nothing_to_race(pools: Callable[[str, int], RankPool]) -> 
     (choice,) = pools("gloo", 1).run(_alone)
     assert choice.plan == Plan()
     assert not choice.race
+
+
+def test_a_choice_is_recalled_from_a_runs_file() -> None:
+    laps = [Lap("dp=2", 0.2, 0.1), Lap("tp=2", None, None, "rank 1: out of memory")]
+    choice = Choice(Plan(dp=2), 0.2, 1 << 20, why=[("tp=2", "+50% (measured)")], race=laps)
+    again = Choice.recalled(choice.plan, json.loads(json.dumps(choice.about())))
+    assert again.race == laps
+    assert again.summary() == choice.summary()
+    assert str(again) == str(choice)

@@ -40,7 +40,12 @@ class Choice:
     race: list[Lap] = field(default_factory=list)  # of plans that took real steps, or were to
 
     def about(self) -> dict[str, Any]:
+        """All but the plan, for a JSON file; `recalled` reads it again."""
         return {name: value for name, value in asdict(self).items() if name != "plan"}
+
+    @classmethod
+    def recalled(cls, plan: Plan, about: dict[str, Any]) -> Choice:
+        return cls(plan, **{**about, "race": [Lap(*lap) for lap in about.get("race", [])]})
 
     def __str__(self) -> str:
         if self.note:

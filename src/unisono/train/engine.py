@@ -190,7 +190,7 @@ class Engine:
         is_same = last["plan"] == str(self._plan) and last.get("batch_size") == batch_size
         if is_restart and is_same and last.get("predicted"):
             assert isinstance(self._plan, Plan)
-            self.choice = Choice(self._plan, **last["predicted"])
+            self.choice = Choice.recalled(self._plan, last["predicted"])
 
     @property
     def device(self) -> torch.device:
