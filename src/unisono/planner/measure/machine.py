@@ -15,6 +15,7 @@ import os
 import platform
 import statistics
 import tempfile
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,9 +81,12 @@ def _on_rank(brief: bool) -> Hardware:
 
 def measured_by(comm: Communicator, device: torch.device, care: Care) -> Hardware:
     """Every rank calls it and has the same answer."""
-    seats = _seats(comm, device)
-    cores = {seat.host: len(set().union(*(each.cores for each in seats if each.host == seat.host))) for seat in seats}
-    busy = [rank for rank, seat in enumerate(seats) if seat.gpu or seat.local_rank < cores[seat.host]]
+    locations = _rank_locations(comm, device)
+    usable: dict[str, set[int]] = {}
+    for each in locations:
+        usable.setdefault(each.host, set()).update(each.cores)
+    cores = {host: len(of_host) for host, of_host in usable.items()}
+    busy = [rank for rank, each in enumerate(locations) if each.gpu or each.local_rank < cores[each.host]]
     allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     mine: Figures = {}
     if comm.rank in busy:
@@ -96,10 +100,10 @@ def measured_by(comm: Communicator, device: torch.device, care: Care) -> Hardwar
         mine["links"] = links(comm, care, clock.time, amid_work, device)
     figures = comm.all_gather_object(mine) if comm.size > 1 else [mine]
     counted = [each for each in figures if "flops" in each]
-    return _hardware(counted, _joined(figures), device, seats, sum(cores.values()))
+    return _hardware(counted, _joined(figures), device, locations, sum(cores.values()))
 
 
-class _Seat(NamedTuple):
+class _RankLocation(NamedTuple):
     """Where a rank runs."""
 
     host: str
@@ -108,11 +112,11 @@ class _Seat(NamedTuple):
     gpu: str
 
 
-def _seats(comm: Communicator, device: torch.device) -> list[_Seat]:
+def _rank_locations(comm: Communicator, device: torch.device) -> list[_RankLocation]:
     """Of all ranks: what each may use differs where somebody has bound them to cores, or gave each a GPU."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    mine = _Seat(comm.host, comm.local_rank, frozenset(cores), gpu)
+    mine = _RankLocation(comm.host, comm.local_rank, frozenset(cores), gpu)
     return comm.all_gather_object(mine) if comm.size > 1 else [mine]
 
 
@@ -134,13 +138,17 @@ def _joined(figures: list[Figures]) -> dict[str, Points]:
 
 
 def _hardware(
-    figures: list[Figures], measured: dict[str, Points], device: torch.device, seats: list[_Seat], cores: int
+    figures: list[Figures],
+    measured: dict[str, Points],
+    device: torch.device,
+    locations: list[_RankLocation],
+    cores: int,
 ) -> Hardware:
-    first, ranks, hosts = figures[0], len(seats), len({seat.host for seat in seats})
+    first, ranks, hosts = figures[0], len(locations), len({each.host for each in locations})
     is_gpu = device.type == "cuda"
     main = "bfloat16" if is_gpu else "float32"
     gpu = torch.cuda.get_device_properties(device) if is_gpu else None
-    sharing = sum((seat.host, seat.gpu) == (seats[0].host, seats[0].gpu) for seat in seats)  # ranks on one GPU
+    sharing = Counter((each.host, each.gpu) for each in locations).most_common(1)[0][1]  # ranks on one GPU
     bandwidth, elementwise, overhead = (
         statistics.mean(each[key] for each in figures) for key in ("bandwidth", "elementwise", "overhead")
     )
