@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -143,6 +145,23 @@ def test_a_large_model_is_shown_as_a_small_one_is(
     ]
     assert set(both[0]) == set(both[1])
     assert built.given == without_memory.given
+
+
+@pytest.mark.parametrize("smallest", [2 * 10**8, 0])  # built, and on the meta device
+def test_weights_that_are_gathered_in_halves(smallest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_program, "_SMALL", smallest)
+    task = dataclasses.replace(load_task(GPT), precision="bf16")
+    listing = explained(task, "dp=2,zero=3")
+    given = {each.name: each for each in listing.given}
+    weight, norm = given["blocks.0.fc1.weight"], given["blocks.0.norm1.weight"]
+    assert (weight.full, norm.full) == ("bf16[256,64]", "f32[64]")
+    assert weight.kept.endswith("bf16[128,64], master weights f32[128,64]")
+    block = [each for name, each in given.items() if name.startswith("blocks.0.")]
+    sizes = [2 * each.full.startswith("bf16") + 4 * each.full.startswith("f32") for each in block]
+    shapes = [math.prod(map(int, each.full.partition("[")[2][:-1].split(","))) for each in block]
+    expected = sum(size * elements for size, elements in zip(sizes, shapes, strict=True))
+    gathers = [each for each in (*listing.forward, *listing.backward) if each.kind == "all_gather"]
+    assert expected // 2 in {2 * math.prod(each.before) for each in gathers}  # this rank's half, in elements of bf16
 
 
 def test_a_plan_that_would_be_refused_is_refused() -> None:

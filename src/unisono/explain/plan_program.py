@@ -27,6 +27,7 @@ from unisono.parallel.inputs import call
 from unisono.parallel.layout import Layout, layout_of
 from unisono.parallel.meta.shadow import OnMeta
 from unisono.parallel.pipeline.message import is_placeholder
+from unisono.parallel.precision import Precision, autocast
 from unisono.parallel.share import shares
 from unisono.parallel.task import Task
 from unisono.parallel.trainer import Trainer
@@ -81,6 +82,8 @@ def recorded_on_one_device(task: Task, plan: Plan, model: nn.Module | None = Non
             if on_meta:
                 modes.enter_context(evenly_visited(model))  # routing needs values
                 modes.enter_context(OnMeta(torch.device("cpu")))
+            device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+            modes.enter_context(autocast(Precision.of(task.precision).dtype, device))
             modes.enter_context(recorder)
             task.loss(call(model, inputs), targets)
         recorder.forget()
@@ -127,6 +130,8 @@ def _parameters(trainer: Trainer, mesh: Mesh) -> Iterator[ListedInput]:
         kept = ""
         if zero is not None and shard is not None:
             kept = f"{_KEPT[zero.stage]} {tensor_text(parameter.dtype, shard.local_shape)}"
+            if shard.optimized.dtype != parameter.dtype:
+                kept += f", master weights {tensor_text(shard.optimized.dtype, shard.local_shape)}"
         yield ListedInput(
             name,
             "parameter",

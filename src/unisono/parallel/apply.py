@@ -79,7 +79,8 @@ def parallelize(
     optimizer(parameters) a torch optimizer. example: a batch (inputs, targets), which pipelines need to find their
     stages, and tp to search a model for rules. rules: which layers tp shards, and how; default: what the model brings
     or shows. clip: the largest norm of the gradients. precision: "fp32", "bf16" or "fp16", in which all is computed
-    from float32 parameters; "fp32" leaves the model's own dtype. on_ready: called on every rank with the model as it
+    from float32 parameters; "fp32" leaves the model's own dtype; "bf16,reduce=bf16" also sums gradients in bfloat16.
+    on_ready: called on every rank with the model as it
     will be trained, before the plan is applied to it. batch: what ranks will give, "global", all of them the same
     batch, of which each takes its part, or "local", each data rank its own samples. batch_dim: along which dim of a
     batch's tensors samples are: 1 for time-major batches, (1, 0) for time-major inputs with targets that have samples
@@ -163,7 +164,7 @@ def parallelize(
         trainer = compose(
             Composition(
                 full, plan, mesh, random, loss, optimizer, example, rules, clip,
-                filling=filling, rehearsal=shown, model_loss=model_loss, batch_dim=batch_dim,
+                filling=filling, rehearsal=shown, model_loss=model_loss, batch_dim=batch_dim, precision=precision,
             )
         )  # fmt: skip
         if isinstance(trainer.loss, GatheredLoss):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -35,6 +36,7 @@ from unisono.parallel.pipeline.rehearsal import Rehearsal
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.split import StageSplit, require_stages, split
 from unisono.parallel.pipeline.tied import TiedGradients
+from unisono.parallel.precision import FULL, Precision
 from unisono.parallel.recompute import is_recomputed, recompute
 from unisono.parallel.share import BatchDim, first_batch_size, share, shares
 from unisono.parallel.tensor.head_width import HeadWidth
@@ -67,7 +69,9 @@ class Composition:
     rehearsal: Rehearsal | None = None
     model_loss: ModelLoss | None = None
     batch_dim: BatchDim = 0
+    precision: Precision = FULL
 
+    gathered: dict[str, torch.dtype] = field(default_factory=dict)  # by ZeRO, in other dtypes than parameters have
     head_width: HeadWidth | None = None
     context: Context | None = None
     stages: StageSplit | None = None
@@ -145,9 +149,9 @@ def replicate(made: Composition) -> None:
     if not plan.zero:
         made.stepping = made.optimizer(list(model.parameters()))
         require_full_parameters(made.stepping, made.optimizer, model, is_sharded=plan.pp > 1)
-        made.replicas = DataParallel(model, mesh)
+        made.replicas = DataParallel(model, mesh, reduce_dtype=made.precision.reduce_dtype)
         return
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"rounded": made.gathered, "reduce_dtype": made.precision.reduce_dtype}
     if made.stages is not None:
         options["units"] = [block for stage in made.stages.stages for block in stage.modules]
         options |= {"users": made.stages.users, "tied": [each.name for each in made.stages.tied]}
@@ -170,6 +174,8 @@ STEPS: tuple[Callable[[Composition], None], ...] = (
 
 
 def compose(made: Composition) -> Trainer:
+    if made.plan.zero:
+        made.gathered = made.precision.gathered(made.model)
     for step in STEPS:
         step(made)
     plan, mesh, model = made.plan, made.mesh, made.model
@@ -181,7 +187,8 @@ def compose(made: Composition) -> Trainer:
     trainer.head_width, trainer.model_loss, trainer.batch_dim = made.head_width, made.model_loss, made.batch_dim
     trainer.holds_shards = plan.zero > 0 or plan.pp > 1 or any(layout_of(p).splits for p in model.parameters())
     units = made.replicas.units if isinstance(made.replicas, ShardedOptimizer) else None
-    reads = ParameterReads(model, str(plan), units, is_pipeline=plan.pp > 1)
+    rounded = [name for name, each in model.named_parameters() if made.gathered.get(name) == each.dtype]
+    reads = ParameterReads(model, str(plan), units, is_pipeline=plan.pp > 1, rounded=rounded)
     trainer.reads = reads if reads.is_needed else None
     if made.stages is not None and made.schedule is not None:
         require_same_groups(trainer.optimizer, trainer.optimized(), made.optimizer, made.parameters_of_all_stages)

@@ -1,8 +1,13 @@
 """Training in half precision, with the same decisions on every rank.
 
-Parameters, gradients and optimizer state stay in float32; what is computed from them is rounded where torch's autocast
-finds that halves do (matrix products, attention) and not where they do not (norms, losses, sums). So one process under
-torch.autocast, and for float16 with torch.amp.GradScaler, is what a plan must agree with.
+Master weights, gradients and optimizer state are float32. Matrix products and attention are computed in a half dtype,
+norms and losses in float32, as torch.autocast decides. The reference of every plan is one process under
+torch.autocast, for float16 with torch.amp.GradScaler.
+
+Autocast rounds the weight of a linear layer or convolution whenever it is used. Under ZeRO ranks round such weights
+before they are gathered (`rounded_weights`): half the bytes, and the same values reach the product. Parameters that are
+also used in float32 (norms, biases, embeddings and what is tied to them) are gathered in float32. Gradients are summed
+in float32, or with reduce="bf16" in bfloat16.
 
 with autocast(torch.bfloat16, device):
     outputs = model(inputs)
@@ -17,7 +22,7 @@ scaler.update()
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,25 +41,55 @@ class Precision:
     """What a job computes in: "fp32" (the parameters' own precision), "bf16" or "fp16".
 
     The scale of the loss, which only fp16 needs, begins at `init_scale`, halves when a gradient overflows and doubles
-    after `growth_interval` steps without.
+    after `growth_interval` steps without. gather: "half" or "fp32", the dtype in which ZeRO gathers the weights of
+    linear layers and convolutions. reduce: "fp32" or "bf16", the dtype in which gradients are summed over the ranks.
     """
 
     name: str = "fp32"
     init_scale: float = 2.0**16
     growth_interval: int = 2000
+    gather: str = "half"
+    reduce: str = "fp32"
 
     def __post_init__(self) -> None:
         if self.name not in _COMPUTED_IN:
             raise UsageError(f"precision={self.name!r}; expected one of {', '.join(_COMPUTED_IN)}")
+        if self.gather not in ("half", "fp32"):
+            raise UsageError(f'precision: gather={self.gather!r}; expected "half" or "fp32"')
+        if self.reduce not in ("fp32", "bf16"):
+            raise UsageError(f'precision: reduce={self.reduce!r}; expected "fp32" or "bf16"')
+        if self.reduce == "bf16" and self.dtype is None:
+            raise UsageError('reduce="bf16" with precision="fp32"; use precision="bf16" or "fp16" with it')
 
     @classmethod
     def of(cls, given: str | Precision) -> Precision:
-        return given if isinstance(given, Precision) else cls(given)
+        """From a text such as "bf16" or "bf16,reduce=bf16"."""
+        if isinstance(given, Precision):
+            return given
+        name, *options = str(given).split(",")
+        chosen: dict[str, Any] = {}
+        for option in options:
+            key, _, value = option.strip().partition("=")
+            if key not in ("gather", "reduce"):
+                raise UsageError(f"precision={given!r}: {key!r}; expected gather=half|fp32 or reduce=fp32|bf16")
+            chosen[key] = value
+        return cls(name.strip(), **chosen)
 
     @property
     def dtype(self) -> torch.dtype | None:
         """Of what is computed; None for that of the parameters."""
         return _COMPUTED_IN[self.name]
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """Of gradients on their way; None for their own."""
+        return torch.bfloat16 if self.reduce == "bf16" else None
+
+    def gathered(self, model: nn.Module) -> dict[str, torch.dtype]:
+        """The dtypes in which ZeRO gathers parameters, by name, where they are not the parameters' own."""
+        if self.dtype is None or self.gather == "fp32":
+            return {}
+        return dict.fromkeys(rounded_weights(model), self.dtype)
 
     def scaler(self, mesh: Mesh) -> LossScaler | None:
         if self.dtype != torch.float16:
@@ -80,7 +115,70 @@ def autocast(dtype: torch.dtype | None, device: torch.device) -> contextlib.Abst
         return contextlib.nullcontext()
     if dtype not in HALVES:
         raise UsageError(f"precision {dtype}; expected float16, bfloat16, float32 or float64")
-    return torch.autocast(device.type, dtype=dtype)
+    return _autocast(dtype, device)
+
+
+@contextlib.contextmanager
+def _autocast(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    was_enabled = torch.backends.mha.get_fastpath_enabled()  # of nn.TransformerEncoder, without autocast on a CPU
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.autocast(device.type, dtype=dtype):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_enabled)
+
+
+def rounded_weights(model: nn.Module) -> list[str]:
+    """Names of the parameters that autocast rounds at every use: float32 matrices whose modules all multiply by them.
+
+    A Linear's weight that is an Embedding's, too, is not among them: the embedding takes float32 rows.
+    """
+    is_rounded: dict[int, bool] = {}
+    for module in model.modules():
+        names = _matrices(module)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                is_matrix = name in names and parameter.dim() > 1 and parameter.dtype == torch.float32
+                is_rounded[id(parameter)] = is_matrix and is_rounded.get(id(parameter), True)
+    return [name for name, parameter in model.named_parameters() if is_rounded[id(parameter)]]
+
+
+@torch.no_grad()
+def round_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Give a parameter a half dtype; its gradients keep the dtype that they have."""
+    parameter.unisono_model_dtype = own = parameter.dtype  # type: ignore[attr-defined]
+    parameter.data = parameter.data.to(dtype)
+    parameter.grad_dtype = own
+
+
+def model_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype of a parameter or buffer in the user's model."""
+    return getattr(tensor, "unisono_model_dtype", tensor.dtype)
+
+
+# Functions of torch whose operands autocast rounds.
+PRODUCTS = frozenset(
+    ("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "addbmm", "baddbmm", "addmv",
+     "einsum", "chain_matmul", "multi_dot", "multi_head_attention_forward", "scaled_dot_product_attention", "conv1d",
+     "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+)  # fmt: skip
+_LAYERS = (
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+
+
+def _matrices(module: nn.Module) -> tuple[str, ...]:
+    """The names under which a module has weights of matrix products or convolutions."""
+    if "forward" in vars(module):
+        return ()
+    if any(isinstance(module, kind) and type(module).forward is kind.forward for kind in _LAYERS):
+        return ("weight",)
+    if type(module) is nn.MultiheadAttention:
+        return ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # Hugging Face's, a transposed linear layer
+        return ("weight",)
+    return tuple(getattr(type(module), "PRODUCTS", ()))
 
 
 def accumulate_in_float32(parameters: Iterable[torch.nn.Parameter]) -> None:

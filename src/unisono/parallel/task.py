@@ -20,7 +20,7 @@ class Task:
     """model() builds the module; batch(seed) gives (inputs, targets) for one global batch, inputs being a tensor, a
     tuple or a dict of keyword arguments for the model; loss(outputs, targets) gives a scalar; optimizer(parameters)
     gives a torch optimizer. rules: which layers tensor parallelism shards. clip: the largest norm of the gradients.
-    batch_dim: along which dim of the batch's tensors samples are, as for uni.parallelize."""
+    batch_dim and precision: as for uni.parallelize; explain and plan use the precision, verify takes --dtype."""
 
     model: Callable[[], nn.Module]
     loss: Callable[[Any, Any], torch.Tensor]
@@ -30,6 +30,7 @@ class Task:
     clip: float | None = None
     name: str = ""
     batch_dim: Any = 0
+    precision: Any = "fp32"
 
 
 def load_task(address: str) -> Task:

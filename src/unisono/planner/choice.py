@@ -81,10 +81,12 @@ class Job:
     rules: Any = None
     batch_dim: BatchDim = 0
     clip: float | None = None
+    precision: Any = "fp32"
 
     def task(self) -> Task:
         model = self.model
         build = model if not isinstance(model, torch.nn.Module) else lambda: model
         return Task(
-            build, self.loss, self.optimizer, lambda seed: self.example, self.rules, self.clip, batch_dim=self.batch_dim
-        )
+            build, self.loss, self.optimizer, lambda seed: self.example, self.rules, self.clip,
+            batch_dim=self.batch_dim, precision=self.precision,
+        )  # fmt: skip

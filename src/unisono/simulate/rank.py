@@ -26,6 +26,7 @@ from unisono.parallel.apply import parallelize, refuse_what_cannot_be_right
 from unisono.parallel.compose import Composition, compose, schedule_of
 from unisono.parallel.meta.meta_tensors import meta_copy
 from unisono.parallel.pipeline.message import is_placeholder
+from unisono.parallel.precision import Precision
 from unisono.parallel.share import BatchDim, dims_of, first_batch_size, share, shares
 from unisono.parallel.task import Task
 from unisono.parallel.tensor.tensor_parallel import fitting_rules, require_shareable, shows_by_running
@@ -69,11 +70,13 @@ def build_trainer(task: Task, plan: Plan, mesh: Mesh, given: Any, device: torch.
         upstream = Upstream(model, plan, mesh, rules)
     made = Composition(
         model, plan, mesh, random, task.loss, task.optimizer, given, rules, task.clip,
-        rehearsal=shown, batch_dim=task.batch_dim,
+        rehearsal=shown, batch_dim=task.batch_dim, precision=Precision.of(task.precision),
     )  # fmt: skip
     if device is not None:
         made.fill = lambda model: give_memory(model, device)
     trainer = compose(made)
+    trainer.precision = made.precision
+    trainer.scaler = made.precision.scaler(mesh)
     trainer.loss.trust()
     if upstream is not None:
         _announce_messages(trainer, upstream, [part.batch for part in mine], device or torch.device("cpu"))
@@ -147,7 +150,7 @@ def simulated_trainer(
     with world.simulated(rank, plan.world):
         trainer = parallelize(
             task.model, plan, loss=task.loss, optimizer=task.optimizer, example=batch, rules=task.rules,
-            batch_dim=task.batch_dim, **({"clip": task.clip} | (options or {})),
+            batch_dim=task.batch_dim, **({"clip": task.clip, "precision": task.precision} | (options or {})),
         )  # fmt: skip
         trainer.loss.trust()
         if upstream_model is not None and trainer.pipeline is not None:

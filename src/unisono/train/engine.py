@@ -69,7 +69,7 @@ class Engine:
         metrics: Sequence[str | Metric | Function] | None = None,
         plan: str | Plan = "auto",
         scheduler: Scheduler | None = None,
-        precision: str = "fp32",
+        precision: str | Precision = "fp32",
         clip: float | None = None,
         seed: int = 0,
         rules: Any = None,
@@ -167,7 +167,9 @@ class Engine:
         return self.choice
 
     def _job(self, example: tuple[Any, Any]) -> Job:
-        return Job(self._model, self._loss, self._optimizer, example, self._rules, self._batch_dim, self._clip)
+        return Job(
+            self._model, self._loss, self._optimizer, example, self._rules, self._batch_dim, self._clip, self._precision
+        )
 
     def cost(self) -> Choice:
         """The predicted time of a step and memory of a rank; every rank calls it."""

@@ -3,15 +3,16 @@
 Under tp, ep and ZeRO 3 a rank holds a shard of a parameter. The layer that owns it knows; any other code that reads it
 (a weight regulariser, `F.linear(x, self.embedding.weight)`, a penalty on `layer.weight.norm()`) would take the shard
 for the full parameter, often in shapes that fit. Ranks of a pipeline hold the parameters of their stages only, so that
-a loss that reads parameters would miss the others. So the forward and the loss of the first step are watched, and such
-a read is refused.
+a loss that reads parameters would miss the others. Where ZeRO gathers weights in a half dtype, code that computes in
+float32 from them (a penalty on a weight's norm) would take rounded values. So the forward and the loss of the first
+step are watched, and such a read is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ from unisono.errors import UsageError
 from unisono.mesh.interception import function_arguments
 from unisono.parallel.checks.value_reads import is_ours
 from unisono.parallel.layout import layout_of
+from unisono.parallel.precision import PRODUCTS
 from unisono.parallel.zero.units import Unit, Units
+from unisono.torch_compat import no_torch_function_subclass
 
 READ_BY_PARENT = "unisono_read_by_parent"  # on shards that their module's parent reads as well, as was tried
 BORROWS = "unisono_borrows"  # on modules that hold a parameter of a sharded layer, and do not know that it is a shard
@@ -43,7 +46,16 @@ _DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backw
 class ParameterReads(TorchFunctionMode):
     """In the block, UsageError where a parameter is read by code that takes this rank's part of it for all of it."""
 
-    def __init__(self, model: nn.Module, plan: str, units: Units | None, *, is_pipeline: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: str,
+        units: Units | None,
+        *,
+        is_pipeline: bool,
+        rounded: Collection[str] = (),
+    ) -> None:
+        """rounded: the parameters, by name, that the model has in a half dtype for matrix products."""
         super().__init__()
         self._plan, self._is_pipeline, self._model = plan, is_pipeline, model
         self._modules = set(model.modules())
@@ -56,6 +68,7 @@ class ParameterReads(TorchFunctionMode):
                     self._owners.setdefault(id(parameter), []).append(module)
                     if getattr(parameter, READ_BY_PARENT, False) and module in parents:
                         self._owners[id(parameter)].append(parents[module])
+        self._rounded = {id(parameter): name for name, parameter in model.named_parameters() if name in rounded}
         self._units: dict[int, Unit] = {}
         if units is not None and not is_pipeline:
             self._units = {id(parameter): unit for unit in units for _, parameter in unit.named}
@@ -76,11 +89,13 @@ class ParameterReads(TorchFunctionMode):
         """Of an autograd function, such as a kernel that does the work of several layers at once."""
         if isinstance(given, nn.Parameter):
             self._require_owned(given)
+            if id(given) in self._rounded and not is_ours():
+                self._refuse_rounded(given)
         return given
 
     @property
     def is_needed(self) -> bool:
-        return bool(self._owners or self._units) or self._is_pipeline
+        return bool(self._owners or self._units or self._rounded) or self._is_pipeline
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function not in _SAME_OF_A_SHARD:
@@ -91,7 +106,30 @@ class ParameterReads(TorchFunctionMode):
                     f"plan {self._plan}: {_caller(self._model)} computes gradients during the forward, when ZeRO 3 has "
                     "freed parameters that they need; use zero=2 or less"
                 )
-        return function(*args, **kwargs or {})
+        outcome = function(*args, **kwargs or {})
+        if self._rounded and getattr(function, "__name__", "") not in PRODUCTS:
+            self._require_no_numbers((*args, *(kwargs or {}).values()), outcome)
+        return outcome
+
+    def _require_no_numbers(self, given: Any, outcome: Any) -> None:
+        """Of a function other than a product: it may only give views of rounded parameters."""
+        with no_torch_function_subclass():
+            sources = [leaf._base if leaf._base is not None else leaf for leaf in _tensors(given)]
+            rounded = [source for source in sources if id(source) in self._rounded]
+            if not rounded or is_ours():
+                return
+            memory = {each.untyped_storage()._cdata for each in rounded}
+            for made in _tensors((outcome,)):
+                if made.is_floating_point() and made.untyped_storage()._cdata not in memory:
+                    self._refuse_rounded(rounded[0])
+
+    def _refuse_rounded(self, parameter: torch.Tensor) -> None:
+        half = "bf16" if parameter.dtype == torch.bfloat16 else "fp16"
+        raise UsageError(
+            f"plan {self._plan}: {_caller(self._model)} reads {self._rounded[id(parameter)]} other than in a matrix "
+            f"product or convolution, but ZeRO gathers it in {half}; use "
+            f'precision="{half},gather=fp32", or a plan without zero'
+        )
 
     def _require_owned(self, parameter: nn.Parameter) -> None:
         name = self._names.get(id(parameter))
@@ -119,6 +157,14 @@ def _parameters(values: Any) -> Iterator[nn.Parameter]:
             yield value
         elif isinstance(value, tuple | list):
             yield from _parameters(value)
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)
 
 
 def _running() -> Iterator[nn.Module]:

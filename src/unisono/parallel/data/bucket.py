@@ -46,26 +46,28 @@ def bucket_bytes_for(model: nn.Module) -> int:
 
 
 class Spare:
-    """Reuses the buffer of a finished message for the next one, because allocation is slow."""
+    """Reuses the buffer of a finished message for the next one, of any dtype, because allocation is slow."""
 
     def __init__(self) -> None:
         self._held: torch.Tensor | None = None
 
     def take(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         held = self._held
-        if held is None or held.numel() < size or held.dtype != dtype or held.device != device:
+        if held is None or held.nbytes < size * dtype.itemsize or held.device != device:
             return torch.empty(size, dtype=dtype, device=device)
         self._held = None
+        if held.dtype != dtype:
+            held = held.view(torch.uint8)[: size * dtype.itemsize].view(dtype)
         return held[:size]
 
     def put(self, message: torch.Tensor) -> None:
         """The caller must not use the tensor afterwards."""
-        if self._held is None or self._held.numel() < message.numel():
+        if self._held is None or self._held.nbytes < message.nbytes:
             self._held = message
 
 
 class Bucket:
-    """Parameters of one dtype, device and group of ranks, whose gradients travel together, in one message."""
+    """Parameters of one device and group of ranks, whose gradients have one dtype and travel in one message."""
 
     def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], comm: Communicator) -> None:
         self.names = list(names)
@@ -76,6 +78,7 @@ class Bucket:
         self.handle: Handle | None = None
         self.total: torch.Tensor | None = None  # what has arrived since the last finish
         self.spare = Spare()
+        self.reduce_dtype: torch.dtype | None = None  # of the message; None for that of the gradients
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self._message: torch.Tensor | None = None  # that is being filled
         self._slots: list[list[torch.Tensor]] = []  # in it, of each parameter
@@ -83,7 +86,12 @@ class Bucket:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of the gradients, and of their sum."""
         return gradient_dtype(self.parameters[0])
+
+    def reduce_in(self, dtype: torch.dtype | None) -> None:
+        """Float32 gradients are rounded to `dtype` for the message."""
+        self.reduce_dtype = dtype if self.dtype == torch.float32 else None
 
     def name_of(self, parameter: torch.Tensor) -> str:
         return self.names[self._index[id(parameter)]]
@@ -139,7 +147,7 @@ class Bucket:
 
     def _open(self) -> None:
         if self._message is None:
-            self._message = self.spare.take(self.size, self.dtype, self.parameters[0].device)
+            self._message = self.spare.take(self.size, self.reduce_dtype or self.dtype, self.parameters[0].device)
             self._slots = self.slots(self._message)
 
 

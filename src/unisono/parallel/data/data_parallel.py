@@ -58,9 +58,19 @@ class DataParallel(Reducer[FlaggedBucket]):
     so in a loop of the user's own, where those of the step before are the same on all ranks, and their mean is too.)
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, bucket_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        bucket_bytes: int | None = None,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        """reduce_dtype: in which float32 gradients travel and are summed."""
         most = bucket_bytes or bucket_bytes_for(model)
-        super().__init__(buckets_of(list(model.named_parameters()), mesh, most, FlaggedBucket))
+        buckets: list[FlaggedBucket] = buckets_of(list(model.named_parameters()), mesh, most, FlaggedBucket)
+        for bucket in buckets:
+            bucket.reduce_in(reduce_dtype)
+        super().__init__(buckets)
 
     def _leave(self, bucket: FlaggedBucket) -> Handle:
         message = bucket.message()

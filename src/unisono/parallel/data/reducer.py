@@ -203,7 +203,7 @@ class Reducer(Generic[AnyBucket]):
 
     def _land(self, bucket: AnyBucket) -> None:
         if bucket.handle is not None:
-            result = bucket.handle.wait()
+            result = bucket.handle.wait().to(bucket.dtype)
             bucket.handle = None
             bucket.total = result if bucket.total is None else bucket.total.add_(result)
 

@@ -95,6 +95,8 @@ class MoE(nn.Module):
         """Whether what comes of a token depends on it alone, so that any part of the tokens may be given."""
         return self.capacity_factor is None and not self.aux_weight
 
+    PRODUCTS = ("up", "gate", "down")  # weights of matrix products only: see precision.rounded_weights
+
     def reset_parameters(self) -> None:
         """Each expert as its linear layers would be."""
         for parameter, inputs in (

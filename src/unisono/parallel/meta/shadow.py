@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from unisono.mesh.interception import Interception
+from unisono.parallel.precision import PRODUCTS
 from unisono.torch_compat import no_torch_function
 
 _META = torch.device("meta")
@@ -63,7 +64,15 @@ class DeviceView(TorchFunctionMode):
             return self._device
         if getattr(func, "__name__", "") in _RECURRENT and any(map(_is_placeholder, tree_leaves(args))):
             args = tree_map(_emptied, tuple(args))
+        name, device = getattr(func, "__name__", ""), self._device.type
+        if name in PRODUCTS and torch.is_autocast_enabled(device) and any(map(_is_placeholder, tree_leaves(args))):
+            dtype = torch.get_autocast_dtype(device)  # torch's autocast leaves tensors on meta alone
+            args, kwargs = tree_map(lambda leaf: leaf.to(dtype) if _is_float32(leaf) else leaf, (tuple(args), kwargs))
         return func(*args, **(kwargs or {}))
+
+
+def _is_float32(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32
 
 
 def _is_placeholder(leaf: Any) -> bool:

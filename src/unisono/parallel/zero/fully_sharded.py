@@ -49,11 +49,12 @@ class FullyShardedOptimizer(ShardedOptimizer):
         return [bucket for unit, bucket in buckets if unit.adopt(bucket)]
 
     def _take(self, shard: ZeroShard) -> None:
-        local = shard.own(shard.parameter.data).clone()
-        if self._needs_copy(shard.parameter):
+        local = shard.own(shard.parameter.data)
+        if self._needs_copy(shard.name, shard.parameter):
             shard.optimized = self._copy(shard.parameter, local)
         set_layout(shard.optimized, shard.layout)
-        self._units.keep_shard(shard, local)
+        self._round(shard)
+        self._units.keep_shard(shard, shard.own(shard.parameter.data).clone())
 
     @property
     def units(self) -> Units:

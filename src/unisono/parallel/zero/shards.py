@@ -1,7 +1,7 @@
 """Shards: which shard of each parameter a rank owns, and how the shards of many travel in one message.
 
 A parameter is sharded along dim 0. A message to or from all ranks has one chunk a rank, of equal size: the rank's shard
-of every parameter, one after the other, and padding.
+of every parameter, one after the other, and padding (MessageLayout).
 
     gradients   [ chunk 0 | chunk 1 | ... ]   --reduce-scatter-->   my chunk, summed
     parameters  my chunk   --all-gather-->   [ chunk 0 | chunk 1 | ... ]
@@ -10,6 +10,7 @@ of every parameter, one after the other, and padding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -90,6 +91,68 @@ class ZeroShard:
         return (len(self.mine), *self.shape[1:]) if self.shape else ()
 
 
+class MessageLayout:
+    """Where each rank's shard of each parameter is in a message that has one chunk a rank.
+
+    Parameters of one message may have several dtypes. The message has the narrowest of them, `dtype`; an element of a
+    wider parameter takes the place of several, aligned for its own dtype: an all-gather only moves bytes. Without
+    `dtypes` every element of the message is one of a shard.
+    """
+
+    def __init__(self, shards: Sequence[ZeroShard], ranks: int, dtypes: Sequence[torch.dtype] | None = None) -> None:
+        self._shards, self._ranks = shards, ranks
+        self._dtypes: Sequence[torch.dtype | None] = dtypes or [None] * len(shards)
+        self.dtype = min(dtypes, key=lambda dtype: dtype.itemsize) if dtypes else None
+        widths = [1 if dtype is None or self.dtype is None else dtype.itemsize // self.dtype.itemsize
+                  for dtype in self._dtypes]  # fmt: skip
+        aligned = max(widths)
+        self._spans: list[list[tuple[int, int]]] = []  # of each rank: where in its chunk each shard is
+        self.chunk = 0  # elements
+        for rank in range(ranks):
+            first, spans = 0, []
+            for shard, width in zip(shards, widths, strict=True):
+                last = first + shard.size(rank) * width
+                spans.append((first, last))
+                first = -(-last // aligned) * aligned
+            self._spans.append(spans)
+            self.chunk = max(self.chunk, first)
+        self.has_padding = any(sum(last - first for first, last in spans) < self.chunk for spans in self._spans)
+
+    def of_all_ranks(self, message: torch.Tensor) -> list[torch.Tensor]:
+        """Of evenly sharded parameters: the shards of all ranks, as one view a parameter."""
+        chunks = message.view(self._ranks, self.chunk)
+        return [
+            _viewed(chunks[:, first:last], dtype).unflatten(1, shard.local_shape)
+            for (first, last), dtype, shard in zip(self._spans[0], self._dtypes, self._shards, strict=True)
+        ]
+
+    def of_rank(self, message: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        """A rank's shards in a message, along dim 0 as many as it holds."""
+        return self.of_chunk(message[rank * self.chunk : (rank + 1) * self.chunk], rank)
+
+    def of_chunk(self, chunk: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        """The same in the chunk of the rank."""
+        return [
+            _viewed(chunk[first:last], dtype).view(len(shard.held[rank]), *shard.shape[1:])
+            for (first, last), dtype, shard in zip(self._spans[rank], self._dtypes, self._shards, strict=True)
+        ]
+
+
+def _viewed(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor if dtype is None or tensor.dtype == dtype else tensor.view(dtype)
+
+
+def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source to its target; those of the same dtypes together, as only such can take one kernel."""
+    kinds: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        group = kinds.setdefault((target.dtype, source.dtype), ([], []))
+        group[0].append(target)
+        group[1].append(source)
+    for some, others in kinds.values():
+        foreach_copy_(some, others)
+
+
 class ShardBucket(Bucket):
     """Parameters whose shards travel together."""
 
@@ -99,29 +162,27 @@ class ShardBucket(Bucket):
         super().__init__(names, parameters, comm)
         self.shards = list(shards)
         self.sent: torch.Tensor | None = None  # the message that is on its way
-        self.chunk = max(sum(shard.size(rank) for shard in shards) for rank in range(comm.size))
         self.is_even = all(shard.is_even for shard in shards)
+        self._gradients = MessageLayout(self.shards, comm.size)
+        self.chunk = self._gradients.chunk
+
+    @cached_property
+    def _gathered(self) -> MessageLayout:
+        """Of parameters, in the dtypes that they have in the model."""
+        return MessageLayout(self.shards, self.comm.size, [parameter.dtype for parameter in self.parameters])
 
     @property
     def size(self) -> int:
         return self.comm.size * self.chunk
 
     def slots(self, message: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Where each rank's shard of each parameter is in a message, for evenly sharded parameters those of all ranks
+        """Where each rank's shard of each gradient is in a message, for evenly sharded parameters those of all ranks
         in one; the padding becomes zeros."""
-        ranks = self.comm.size
         if self.is_even:
-            first, found = 0, []
-            for shard in self.shards:
-                last = first + shard.size(0)
-                shards = message.view(ranks, self.chunk)[:, first:last]
-                found.append([shards.unflatten(1, shard.local_shape)])
-                first = last
-            return found
-        by_rank = []
-        for rank in range(ranks):
-            message[rank * self.chunk + self._used(rank) : (rank + 1) * self.chunk].zero_()
-            by_rank.append(self._shards_in(message, rank))
+            return [[slot] for slot in self._gradients.of_all_ranks(message)]
+        if self._gradients.has_padding:
+            message.zero_()
+        by_rank = [self._gradients.of_rank(message, rank) for rank in range(self.comm.size)]
         return [list(slots) for slots in zip(*by_rank, strict=True)]
 
     def parts(self, index: int, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -129,49 +190,34 @@ class ShardBucket(Bucket):
             return [gradient.unflatten(0, (self.comm.size, -1))]
         return [self.shards[index].of(gradient, rank) for rank in range(self.comm.size)]
 
-    def all_gather(self, locals_: Sequence[torch.Tensor], dtype: torch.dtype, spare: Spare | None = None) -> Handle:
-        """Give every rank this rank's shard of every parameter; the handle gives the message."""
-        device = self.parameters[0].device
-        chunk = torch.empty(self.chunk, dtype=dtype, device=device)
-        used = self._used(self.comm.rank)
-        chunk[used:].zero_()
-        slots = chunk[:used].split([local.numel() for local in locals_])
-        foreach_copy_(list(slots), [local.reshape(-1) for local in locals_])
-        message = (spare or Spare()).take(self.size, dtype, device)
+    def all_gather(self, locals_: Sequence[torch.Tensor], spare: Spare | None = None) -> Handle:
+        """Give every rank this rank's shard of every parameter, in the parameter's dtype; the handle gives the
+        message."""
+        device, layout = self.parameters[0].device, self._gathered
+        chunk = torch.empty(layout.chunk, dtype=layout.dtype, device=device)
+        if layout.has_padding:
+            chunk.zero_()
+        slots = layout.of_chunk(chunk, self.comm.rank)
+        _copy(slots, [local.view(slot.shape) for local, slot in zip(locals_, slots, strict=True)])
+        message = (spare or Spare()).take(self.comm.size * layout.chunk, chunk.dtype, device)
         return self.comm.all_gather_into(message, chunk, async_op=True)
 
     @torch.no_grad()
     def unpack(self, message: torch.Tensor, full_tensors: Sequence[torch.Tensor], has_own: bool = False) -> None:
         """Put what `all_gather` brought into full tensors; with `has_own`, which have this rank's shard already."""
         if self.is_even:  # what is there already is written once more: that costs less than to leave it out
-            sources = [slots[0] for slots in self.slots(message)]
-            foreach_copy_([self.parts(index, full)[0] for index, full in enumerate(full_tensors)], sources)
+            targets = [self.parts(index, full)[0] for index, full in enumerate(full_tensors)]
+            _copy(targets, self._gathered.of_all_ranks(message))
             return
         targets, sources = [], []
         for rank in range(self.comm.size):
             if has_own and rank == self.comm.rank:
                 continue
-            for shard, slot, full in zip(self.shards, self._shards_in(message, rank), full_tensors, strict=True):
-                targets.append(shard.of(full, rank))
-                sources.append(slot)
-        foreach_copy_(targets, sources)
+            targets += [shard.of(full, rank) for shard, full in zip(self.shards, full_tensors, strict=True)]
+            sources += self._gathered.of_rank(message, rank)
+        _copy(targets, sources)
 
     def mine_in(self, chunk: torch.Tensor) -> list[torch.Tensor]:
-        """This rank's shard of every parameter, in its chunk."""
-        sizes = [shard.size(self.comm.rank) for shard in self.shards]
-        parts = chunk[: sum(sizes)].split(sizes)
+        """This rank's shard of every gradient, in its chunk of a message."""
+        parts = self._gradients.of_chunk(chunk, self.comm.rank)
         return [part.view(shard.local_shape) for shard, part in zip(self.shards, parts, strict=True)]
-
-    def _used(self, rank: int) -> int:
-        """The elements of a rank's chunk that are used; the rest is padding."""
-        return sum(shard.size(rank) for shard in self.shards)
-
-    def _shards_in(self, message: torch.Tensor, rank: int) -> list[torch.Tensor]:
-        """Where a rank's shards are in a message, in their shapes."""
-        first = rank * self.chunk
-        slots = []
-        for shard in self.shards:
-            last = first + shard.size(rank)
-            slots.append(message[first:last].view(len(shard.held[rank]), *shard.shape[1:]))
-            first = last
-        return slots

@@ -88,8 +88,7 @@ class Unit:
     def start_gather(self) -> None:
         if not self.is_full and self._coming is None:
             self._coming = [
-                bucket.all_gather([self._local[shard.name] for shard in bucket.shards], bucket.parameters[0].dtype)
-                for bucket in self.buckets
+                bucket.all_gather([self._local[shard.name] for shard in bucket.shards]) for bucket in self.buckets
             ]
 
     @torch.no_grad()

@@ -40,7 +40,7 @@ from unisono.parallel.checks.optimizer_scope import OptimizerScope, require_full
 from unisono.parallel.data.bucket import BUCKET_BYTES, Spare, buckets_of, summed_axes
 from unisono.parallel.data.reducer import Reducer
 from unisono.parallel.layout import layout_of, set_layout
-from unisono.parallel.precision import HALVES
+from unisono.parallel.precision import HALVES, round_parameter
 from unisono.parallel.zero.shards import ShardBucket, ZeroShard, assigned_evenly, assigned_in_full
 from unisono.parallel.zero.units import Units
 from unisono.plan.plan import COPIES
@@ -57,8 +57,10 @@ class ShardedOptimizer(Reducer[ShardBucket]):
     zero.optimizer.step()            # an ordinary torch optimizer, for schedulers too; parameters are up to date after
     zero.optimizer.zero_grad()
 
-    Half parameters get a float32 copy of this rank's shard, which is what the optimizer updates. With `offload` the
-    optimizer's shard and state live, and are updated, in host memory.
+    Half parameters get a float32 copy of this rank's shard, which is what the optimizer updates: its master weights.
+    Float32 parameters that the forward only reads in a half dtype can be `rounded` to it: ranks then keep float32 of
+    their own shards only, and gather halves. With `offload` the optimizer's shard and state live, and are updated, in
+    host memory.
     """
 
     def __init__(
@@ -69,13 +71,18 @@ class ShardedOptimizer(Reducer[ShardBucket]):
         stage: int,
         *,
         offload: bool = False,
+        rounded: Mapping[str, torch.dtype] | None = None,
+        reduce_dtype: torch.dtype | None = None,
         users: Mapping[str, tuple[int, ...]] | None = None,
         tied: Collection[str] = (),
         fill: Callable[[str, nn.Parameter], None] = lambda name, parameter: None,
         materialized: contextlib.AbstractContextManager[Any] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """Of a pipeline: `users` are the stages here that use a parameter, and `tied` the parameters that other ranks
+        """rounded: the dtypes of parameters, by name, that become half. reduce_dtype: in which float32 gradients travel
+        and are summed.
+
+        Of a pipeline: `users` are the stages here that use a parameter, and `tied` the parameters that other ranks
         of the pipeline hold too. `fill` gives a parameter its values before it is sharded; in `materialized` parameters
         without values have some to look at."""
         self.stage = stage
@@ -89,6 +96,7 @@ class ShardedOptimizer(Reducer[ShardBucket]):
         self._spare = Spare()  # one for all buckets: what ZeRO saves is not to be spent on messages
         self.shards: dict[str, ZeroShard] = {}
         self._offload = offload
+        self._rounded, self._reduce_dtype = rounded or {}, reduce_dtype
         self._tied = frozenset(tied)
         self._of_stage: dict[int, list[ShardBucket]] = {}  # of a pipeline, in stage 2: sent in each of its backwards
         self._is_pipeline = users is not None
@@ -97,7 +105,7 @@ class ShardedOptimizer(Reducer[ShardBucket]):
         named = list(model.named_parameters())
         buckets = self._make_buckets(named, users, bucket_bytes)
         self.alone = {name: p for name, p in named if p.requires_grad and not summed_axes(p, mesh)}
-        self._copies = {name: self._copy(p, p.data) for name, p in self.alone.items() if self._needs_copy(p)}
+        self._copies = {name: self._copy(p, p.data) for name, p in self.alone.items() if self._needs_copy(name, p)}
         for bucket in buckets:
             for shard in bucket.shards:
                 fill(shard.name, shard.parameter)
@@ -139,19 +147,27 @@ class ShardedOptimizer(Reducer[ShardBucket]):
         self.shards.update({shard.name: shard for shard in shards})
         bucket = ShardBucket(names, parameters, comm, shards)
         bucket.spare, bucket.everyone = self._spare, everyone
+        bucket.reduce_in(self._reduce_dtype)
         return bucket
 
     def _take(self, shard: ZeroShard) -> None:
         """Make what the optimizer will see of a parameter."""
         local = shard.own(shard.parameter.data)
-        if self._needs_copy(shard.parameter):
+        if self._needs_copy(shard.name, shard.parameter):
             shard.optimized = self._copy(shard.parameter, local)
         else:
             shard.optimized = nn.Parameter(local)  # a view: what the optimizer writes is in the parameter
         set_layout(shard.optimized, shard.layout)
+        self._round(shard)
 
-    def _needs_copy(self, parameter: nn.Parameter) -> bool:
-        return parameter.dtype in HALVES or (self._offload and parameter.device.type != "cpu")
+    def _needs_copy(self, name: str, parameter: nn.Parameter) -> bool:
+        is_on_device = self._offload and parameter.device.type != "cpu"
+        return is_on_device or parameter.dtype in HALVES or (name in self._rounded and name in self.shards)
+
+    def _round(self, shard: ZeroShard) -> None:
+        """Give a parameter the dtype in which the forward reads it."""
+        if shard.name in self._rounded:
+            round_parameter(shard.parameter, self._rounded[shard.name])
 
     def _copy(self, parameter: nn.Parameter, local: torch.Tensor) -> nn.Parameter:
         """What the optimizer has of a parameter that is half, or on a device with little memory."""
@@ -267,13 +283,14 @@ class ShardedOptimizer(Reducer[ShardBucket]):
         """After the optimizer's step: bring everybody's parameters up to date."""
         self._update_copied()
         handles = [
-            bucket.all_gather([p.optimized.detach() for p in bucket.shards], bucket.parameters[0].dtype, self._spare)
+            bucket.all_gather([shard.optimized.detach() for shard in bucket.shards], self._spare)
             for bucket in self.buckets
         ]
         for bucket, handle in zip(self.buckets, handles, strict=True):
             message = handle.wait()
-            is_view = not self._needs_copy(bucket.parameters[0])  # then the optimizer has written this rank's shard
-            bucket.unpack(message, [parameter.data for parameter in bucket.parameters], has_own=is_view)
+            # Where the optimizer's shards are views of the parameters, it has written this rank's already.
+            are_views = not any(self._needs_copy(shard.name, shard.parameter) for shard in bucket.shards)
+            bucket.unpack(message, [parameter.data for parameter in bucket.parameters], has_own=are_views)
             self._spare.put(message)
 
     def _update_copied(self) -> None:

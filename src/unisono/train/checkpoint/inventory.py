@@ -21,6 +21,7 @@ from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.full_state import full_shape
 from unisono.parallel.layout import Layout, layout_of
+from unisono.parallel.precision import model_dtype
 from unisono.parallel.trainer import Trainer
 from unisono.train.checkpoint.chunks import Chunk, full_chunk, held_chunks, writes_metadata, written_chunks
 
@@ -59,7 +60,7 @@ def shapes_here(trainer: Trainer) -> Shapes:
     """Full shapes and dtypes of the parameters and buffers on this rank."""
     tensors = named_tensors(trainer)
     own = {**dict(trainer.model.named_parameters()), **dict(trainer.model.named_buffers())}
-    return {name: (tuple(full_shape(tensors[name])), dtype_name(own[name].dtype)) for name in own}
+    return {name: (tuple(full_shape(tensors[name])), dtype_name(model_dtype(own[name]))) for name in own}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,0 +1,269 @@
+"""ZeRO in half precision: weights that autocast rounds at every use are gathered in halves, with the same results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from tests.ranks import RankPool
+from unisono.comm import traffic
+from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
+from unisono.parallel.apply import parallelize
+from unisono.parallel.precision import Precision, rounded_weights
+from unisono.parallel.trainer import Trainer
+from unisono.train.checkpoint.inventory import shapes_here
+from unisono.verify import self_check
+
+Pools = Callable[[str, int], RankPool]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 16, vocabulary: int = 24) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def penalised(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    assert weight_of is not None
+    return token_loss(logits, targets) + 1e-3 * weight_of().square().sum()
+
+
+weight_of: Callable[[], torch.Tensor] | None = None
+
+
+def batch(step: int, vocabulary: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(vocabulary, (8, 7), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def trainer_of(plan: str, precision: str | Precision = "bf16", width: int = 16, **options: Any) -> Trainer:
+    given: dict[str, Any] = {"loss": token_loss, "optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2)} | options
+    return parallelize(lambda: Net(width), plan, precision=precision, seed=3, **given)
+
+
+def sent(comm: Communicator, plan: str, precision: str) -> tuple[dict[str, float], int, int]:
+    """Bytes of messages in a second step, for all ranks together; numbers of matrices' elements and of the others'."""
+    trainer = trainer_of(plan, precision)
+    matrices = set(rounded_weights(Net()))
+    sizes = {name: parameter.numel() for name, parameter in Net().named_parameters()}
+    trainer.step(batch(0))
+    with traffic.counted() as seen:
+        trainer.step(batch(1))
+    gathered = seen.payload["all_gather"] * comm.size
+    reduced = seen.payload["reduce_scatter"] + sum(
+        each for op, each in seen.payload.items() if op == "all_reduce" and "zero" not in plan
+    )
+    many = sum(sizes[name] for name in matrices)
+    return {"all_gather": gathered, "reduce": reduced}, many, sum(sizes.values()) - many
+
+
+@pytest.mark.parametrize(("plan", "gathers"), [("dp=2,zero=1", 1), ("dp=2,zero=2", 1), ("dp=2,zero=3", 2)])
+def test_two_bytes_a_weight_travel(pools: Pools, plan: str, gathers: int) -> None:
+    for found, matrices, others in pools("gloo", 2).run(sent, plan, "bf16"):
+        assert found["all_gather"] == gathers * (2 * matrices + 4 * others)
+        assert found["reduce"] == 4 * (matrices + others)
+    for found, matrices, others in pools("gloo", 2).run(sent, plan, "bf16,gather=fp32,reduce=bf16"):
+        assert found["all_gather"] == gathers * 4 * (matrices + others)
+        assert found["reduce"] == 2 * (matrices + others)
+
+
+def losses_of(trainer: Trainer, steps: int = 3) -> list[float]:
+    return [float(trainer.step(batch(step))) for step in range(steps)]
+
+
+def agree_bit_for_bit(comm: Communicator, precision: str, width: int, options: str) -> None:
+    """On two ranks a sum has one order, so that nothing at all may differ."""
+    plain = trainer_of("dp=2" + options, precision, width)
+    expected = losses_of(plain)
+    state = plain.state_dict()
+    for stage in (1, 2, 3):
+        trainer = trainer_of(f"dp=2,zero={stage}" + options, precision, width)
+        assert losses_of(trainer) == expected, stage
+        assert trainer.model.blocks[0].up.weight.dtype == Precision.of(precision).dtype  # type: ignore[index, union-attr]
+        assert shapes_here(trainer) == shapes_here(plain)  # of a checkpoint, which any plan can load
+        found = trainer.state_dict()
+        for name, tensor in state["model"].items():
+            assert found["model"][name].dtype == torch.float32
+            assert torch.equal(tensor, found["model"][name]), (stage, name)
+        for name, entries in state["optimizer"]["state"].items():
+            assert torch.equal(entries["exp_avg"], found["optimizer"]["state"][name]["exp_avg"]), (stage, name)
+        assert float(trainer.evaluate(batch(9))) == float(plain.evaluate(batch(9)))
+
+
+@pytest.mark.parametrize(
+    ("precision", "width", "options"),
+    [("bf16", 16, ""), ("bf16", 7, ""), ("fp16", 16, ""), ("bf16", 16, ",recompute=full")],
+)
+def test_gathering_halves_changes_nothing(pools: Pools, precision: str, width: int, options: str) -> None:
+    pools("gloo", 2).run(agree_bit_for_bit, precision, width, options)
+
+
+def one_device(steps: int) -> list[float]:
+    """torch alone: autocast, and the full batch."""
+    torch.manual_seed(3)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        inputs, targets = batch(step)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = token_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def fsdp2(comm: Communicator, steps: int) -> tuple[list[float], int]:
+    """torch's FSDP2 with its own mixed precision: the losses, and the bytes that all ranks gather in the last step."""
+    torch.manual_seed(3)
+    model = Net()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (comm.size,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, gathered = [], 0
+    function = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    plain = getattr(dist, function)
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal gathered
+        gathered += max(each.nbytes for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
+        return plain(*args, **kwargs)
+
+    setattr(dist, function, counting)
+    try:
+        for step in range(steps):
+            gathered = 0
+            inputs, targets = (each.chunk(comm.size)[comm.rank] for each in batch(step))
+            optimizer.zero_grad()
+            loss = token_loss(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(comm.all_reduce(loss.detach().clone()) / comm.size))
+    finally:
+        setattr(dist, function, plain)
+    return losses, gathered
+
+
+def beside_fsdp2(comm: Communicator) -> tuple[list[float], list[float], int, int]:
+    theirs, gathered = fsdp2(comm, 3)
+    trainer = trainer_of("dp=2,zero=3")
+    ours = losses_of(trainer, 2)
+    with traffic.counted() as seen:
+        ours.append(float(trainer.step(batch(2))))
+    return ours, theirs, seen.payload["all_gather"] * comm.size, gathered
+
+
+def test_beside_autocast_and_fsdp2(pools: Pools) -> None:
+    expected = one_device(3)
+    for ours, theirs, gathered, gathered_by_fsdp2 in pools("gloo", 2).run(beside_fsdp2):
+        assert ours == pytest.approx(expected, rel=1e-3)
+        assert ours == pytest.approx(theirs, rel=1e-2)
+        # FSDP2 rounds norms, biases and the embedding too.
+        vectors = sum(p.numel() for name, p in Net().named_parameters() if name not in rounded_weights(Net()))
+        assert gathered == gathered_by_fsdp2 + 2 * 2 * vectors
+
+
+def proved(comm: Communicator, plan: str) -> str:
+    trainer = self_check.parallelize(
+        Net,
+        plan,
+        loss=token_loss,
+        optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2),
+        precision="bf16",
+        example=batch(0),
+        check="full",
+    )
+    trainer.step(batch(0))
+    return trainer.proof
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=1", "dp=2,zero=3"])
+def test_a_run_proves_itself(pools: Pools, plan: str) -> None:
+    assert all(f"plan {plan} proved" in proof for proof in pools("gloo", 2).run(proved, plan))
+
+
+def sums_in_halves(comm: Communicator, plan: str) -> None:
+    expected = losses_of(trainer_of(plan, "bf16"))
+    trainer = trainer_of(plan, "bf16,reduce=bf16")
+    assert losses_of(trainer) == pytest.approx(expected, rel=1e-2)
+    trainer.zero_grad()
+    trainer.backward(batch(3))
+    assert {p.grad.dtype for _, p in trainer.optimized() if p.grad is not None} == {torch.float32}
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1,microbatches=2", "dp=2,zero=2,microbatches=2", "dp=2,zero=3"])
+def test_gradients_are_summed_in_halves_by_choice(pools: Pools, plan: str) -> None:
+    pools("gloo", 2).run(sums_in_halves, plan)
+
+
+def test_weights_that_every_use_rounds() -> None:
+    assert rounded_weights(Net()) == [
+        "blocks.0.up.weight", "blocks.0.down.weight", "blocks.1.up.weight", "blocks.1.down.weight", "head.weight"
+    ]  # fmt: skip
+    tied = Net()
+    tied.head.weight = tied.tokens.weight
+    assert "head.weight" not in rounded_weights(tied)
+    assert "tokens.weight" not in rounded_weights(tied)
+    attention = nn.MultiheadAttention(8, 2)
+    assert rounded_weights(attention) == ["in_proj_weight", "out_proj.weight"]
+
+
+def reads_a_weight(comm: Communicator, plan: str) -> None:
+    global weight_of
+    trainer = trainer_of(plan, loss=penalised)
+    weight_of = lambda: trainer.model.head.weight  # type: ignore[assignment, union-attr, return-value] # noqa: E731
+    with pytest.raises(UsageError, match=r"the loss reads head.weight other than .* ZeRO gathers it in bf16; use"):
+        trainer.step(batch(0))
+    other = trainer_of(plan, "bf16,gather=fp32", loss=penalised)
+    weight_of = lambda: other.model.head.weight  # type: ignore[assignment, union-attr, return-value] # noqa: E731
+    other.step(batch(0))
+
+
+def test_a_weight_that_is_read_in_float32(pools: Pools) -> None:
+    pools("gloo", 2).run(reads_a_weight, "dp=2,zero=1")
+
+
+def test_bad_precisions() -> None:
+    assert Precision.of("bf16,reduce=bf16,gather=fp32") == Precision("bf16", gather="fp32", reduce="bf16")
+    with pytest.raises(UsageError, match='reduce="bf16" with precision="fp32"'):
+        Precision.of("fp32,reduce=bf16")
+    with pytest.raises(UsageError, match="reduce='fp16'; expected"):
+        Precision.of("bf16,reduce=fp16")
+    with pytest.raises(UsageError, match="'gathr'; expected gather=half"):
+        Precision.of("bf16,gathr=fp32")
