@@ -16,7 +16,9 @@ from tests.ranks import RankPool
 from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
+from unisono.mesh.random.draw import Draw
 from unisono.parallel.apply import parallelize
+from unisono.parallel.master_weights import round_stochastically
 from unisono.parallel.precision import Precision, rounded_weights
 from unisono.parallel.trainer import Trainer
 from unisono.train.checkpoint.inventory import shapes_here
@@ -199,13 +201,14 @@ def test_beside_autocast_and_fsdp2(pools: Pools) -> None:
         assert gathered == gathered_by_fsdp2 + 2 * 2 * vectors
 
 
-def proved(comm: Communicator, plan: str) -> str:
+def proved(comm: Communicator, plan: str, precision: str, dtype: torch.dtype | None) -> str:
     trainer = self_check.parallelize(
         Net,
         plan,
         loss=token_loss,
         optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2),
-        precision="bf16",
+        precision=precision,
+        dtype=dtype,
         example=batch(0),
         check="full",
     )
@@ -213,9 +216,19 @@ def proved(comm: Communicator, plan: str) -> str:
     return trainer.proof
 
 
-@pytest.mark.parametrize("plan", ["dp=2,zero=1", "dp=2,zero=3"])
-def test_a_run_proves_itself(pools: Pools, plan: str) -> None:
-    assert all(f"plan {plan} proved" in proof for proof in pools("gloo", 2).run(proved, plan))
+@pytest.mark.parametrize(
+    ("plan", "precision", "dtype"),
+    [
+        ("dp=2,zero=1", "bf16", None),
+        ("dp=2,zero=3", "bf16", None),
+        ("dp=2", "bf16", torch.bfloat16),
+        ("dp=2,zero=3", "bf16", torch.bfloat16),
+        ("dp=2,zero=1", "bf16,master=none", torch.bfloat16),
+    ],
+)
+def test_a_run_proves_itself(pools: Pools, plan: str, precision: str, dtype: torch.dtype | None) -> None:
+    for proof in pools("gloo", 2).run(proved, plan, precision, dtype):
+        assert f"plan {plan} proved" in proof
 
 
 def sums_in_halves(comm: Communicator, plan: str) -> None:
@@ -267,3 +280,167 @@ def test_bad_precisions() -> None:
         Precision.of("bf16,reduce=fp16")
     with pytest.raises(UsageError, match="'gathr'; expected gather=half"):
         Precision.of("bf16,gathr=fp32")
+
+
+# ---- bfloat16 parameters ---------------------------------------------------------------------------------------------
+
+PLANS = ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3"]
+
+
+def fine_tuned(plan: str, precision: str, lr: float = 1e-3, **options: Any) -> Trainer:
+    """A model that was loaded in bfloat16."""
+    given: dict[str, Any] = {"loss": token_loss, "optimizer": lambda p: torch.optim.AdamW(p, lr=lr)} | options
+    return parallelize(lambda: Net(), plan, precision=precision, seed=3, dtype=torch.bfloat16, **given)
+
+
+def with_masters(steps: int, lr: float = 1e-3) -> list[float]:
+    """torch alone: a bfloat16 model under autocast, and float32 copies of its parameters."""
+    torch.manual_seed(3)
+    model = Net().bfloat16()
+    copies = [nn.Parameter(each.detach().float()) for each in model.parameters()]
+    optimizer = torch.optim.AdamW(copies, lr=lr)
+    losses = []
+    for step in range(steps):
+        inputs, targets = batch(step)
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = token_loss(model(inputs), targets)
+        loss.backward()
+        for copy, parameter in zip(copies, model.parameters(), strict=True):
+            copy.grad = parameter.grad.float()
+        optimizer.step()
+        for copy, parameter in zip(copies, model.parameters(), strict=True):
+            parameter.data.copy_(copy.detach())
+        losses.append(loss.item())
+    return losses
+
+
+def trained_alike(comm: Communicator, precision: str) -> list[list[float]]:
+    """Under every plan the same bits: on two ranks a sum has one order."""
+    found, first = [], None
+    for plan in PLANS:
+        trainer = fine_tuned(plan, precision)
+        assert {p.dtype for p in trainer.model.parameters()} == {torch.bfloat16}
+        found.append(losses_of(trainer))
+        state = trainer.state_dict()
+        first = state if first is None else first
+        assert {t.dtype for t in state["model"].values()} == {
+            torch.bfloat16 if "master=none" in precision else torch.float32
+        }
+        for name, tensor in first["model"].items():
+            assert torch.equal(tensor, state["model"][name]), (plan, name)
+        for name, entries in first["optimizer"]["state"].items():
+            assert entries.keys() == state["optimizer"]["state"][name].keys()
+            for key in entries.keys() - {"step"}:
+                assert torch.equal(entries[key], state["optimizer"]["state"][name][key]), (plan, name, key)
+    return found
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16,master=none", "bf16,master=none,rounding=kahan"])
+def test_bfloat16_parameters_under_every_plan(pools: Pools, precision: str) -> None:
+    for losses in pools("gloo", 2).run(trained_alike, precision):
+        assert all(each == losses[0] for each in losses)
+        assert losses[0] == pytest.approx(with_masters(3), rel=1e-2)
+
+
+def learned(comm: Communicator, precision: str, plan: str) -> float:
+    """The loss on one batch after steps that are far smaller than the last bit of most weights."""
+    trainer = fine_tuned(plan, precision, lr=2e-5)
+    for _ in range(40):
+        trainer.step(batch(0))
+    return float(trainer.evaluate(batch(0)))
+
+
+def test_small_steps_are_not_lost(pools: Pools) -> None:
+    pool = pools("gloo", 2)
+    nearest = pool.run(learned_in_place)[0]
+    masters, stochastic, kahan = (
+        pool.run(learned, f"bf16{each}", "dp=2,zero=1")[0]
+        for each in ("", ",master=none", ",master=none,rounding=kahan")
+    )
+    start = with_masters(1)[0]
+    assert start - masters > 5 * abs(start - nearest)
+    assert kahan == pytest.approx(masters, abs=0.2 * (start - masters))
+    assert stochastic == pytest.approx(masters, abs=0.5 * (start - masters))
+
+
+def learned_in_place(comm: Communicator) -> float:
+    """The same in place and rounded to nearest, as torch's optimizers do."""
+    trainer = parallelize(
+        lambda: Net(), "dp=2", loss=token_loss, optimizer=lambda p: torch.optim.AdamW(p, lr=2e-5), seed=3,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    for _ in range(40):
+        trainer.step(batch(0))
+    return float(trainer.evaluate(batch(0)))
+
+
+def test_stochastic_rounding_has_the_right_mean() -> None:
+    words = Draw((1, 2), (40_000,), {}).words(torch.device("cpu"))
+    for value in (1.0 + 2.0**-9, -3.0 - 2.0**-10, 1e-3, 0.0):
+        rounded = round_stochastically(torch.full((40_000,), value), words)
+        assert rounded.float().mean().item() == pytest.approx(value, rel=1e-4)
+        assert len(rounded.unique()) <= 2
+    assert round_stochastically(torch.tensor([torch.inf]), words[:1]).item() == torch.inf
+    assert round_stochastically(torch.tensor([torch.nan]), words[:1]).isnan().all()
+
+
+def other_plans(comm: Communicator, plan: str, precision: str) -> list[float]:
+    trainer = fine_tuned(plan, precision, example=batch(0), clip=1.0)
+    return losses_of(trainer)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16,master=none"])
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2,microbatches=2", "pp=2,microbatches=2,zero=1", "tp=2,zero=1"])
+def test_bfloat16_parameters_beside_other_strategies(pools: Pools, plan: str, precision: str) -> None:
+    expected = pools("gloo", 2).run(other_plans, "dp=2", precision)[0]
+    assert pools("gloo", 2).run(other_plans, plan, precision)[0] == pytest.approx(expected, rel=1e-2)
+
+
+def state_goes_on(comm: Communicator, precision: str) -> None:
+    going_on = fine_tuned("dp=2,zero=3", precision)
+    losses_of(going_on, 2)
+    other = fine_tuned("dp=2", precision)
+    other.load_state_dict(going_on.state_dict())
+    assert float(other.step(batch(2))) == float(going_on.step(batch(2)))
+    assert float(other.step(batch(3))) == float(going_on.step(batch(3)))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16,master=none,rounding=kahan"])
+def test_state_of_bfloat16_parameters(pools: Pools, precision: str) -> None:
+    pools("gloo", 2).run(state_goes_on, precision)
+
+
+def own_loop(comm: Communicator, plan: str) -> None:
+    trainer, reference = fine_tuned(plan, "bf16"), fine_tuned(plan, "bf16")
+    for step in range(2):
+        inputs, targets = batch(step)
+        trainer.optimizer.zero_grad()
+        token_loss(trainer.model(inputs), targets).backward()
+        trainer.optimizer.step()
+        reference.step(batch(step))
+    pairs = zip(trainer.optimized(), reference.optimized(), strict=True)
+    for (name, mine), (_, theirs) in pairs:
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=2"])
+def test_bfloat16_parameters_in_a_loop_of_ones_own(pools: Pools, plan: str) -> None:
+    pools("gloo", 2).run(own_loop, plan)
+
+
+def refused(comm: Communicator) -> None:
+    with pytest.raises(UsageError, match=r"tokens.weight is bfloat16, but LBFGS evaluates the model several times"):
+        fine_tuned("dp=1", "bf16", optimizer=torch.optim.LBFGS)
+    with pytest.raises(UsageError, match="master=None updates bfloat16 parameters, but the model has none"):
+        trainer_of("dp=1", "bf16,master=none")
+    with pytest.raises(UsageError, match=r"precision=fp16 keeps parameters in float32, but tokens.weight is"):
+        fine_tuned("dp=1", "fp16")
+    with pytest.raises(UsageError, match="rounding='up'; expected one of stochastic, kahan"):
+        Precision.of("bf16,master=none,rounding=up")
+    with pytest.raises(UsageError, match='master=None with precision="fp16"'):
+        Precision.of("fp16,master=none")
+
+
+def test_what_bfloat16_parameters_cannot_have(pools: Pools) -> None:
+    pools("gloo", 1).run(refused)

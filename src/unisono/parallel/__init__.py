@@ -11,6 +11,7 @@ expert/               expert parallelism
 pipeline/             pipeline parallelism
 loss/                 the loss of the global batch, from losses of its parts
 recompute, precision  activation recomputation; half precision
+master_weights        bfloat16 parameters: float32 copies, or steps that are rounded without them
 checks/               what cannot be right, refused before ranks communicate
 meta/                 models without memory, and their values where a rank needs them
 loop                  a training loop of the user's own

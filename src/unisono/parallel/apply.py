@@ -80,8 +80,9 @@ def parallelize(
     stages, and tp to search a model for rules. rules: which layers tp shards, and how; default: what the model brings
     or shows. clip: the largest norm of the gradients. precision: "fp32", "bf16" or "fp16", in which all is computed
     from float32 parameters; "fp32" leaves the model's own dtype; "bf16,reduce=bf16" also sums gradients in bfloat16.
-    on_ready: called on every rank with the model as it
-    will be trained, before the plan is applied to it. batch: what ranks will give, "global", all of them the same
+    "bf16" takes bfloat16 parameters, too, with master=fp32|none and rounding=stochastic|kahan (precision.py).
+    on_ready: called on every rank with the model as it will be trained, before the plan is applied to it. batch: what
+    ranks will give, "global", all of them the same
     batch, of which each takes its part, or "local", each data rank its own samples. batch_dim: along which dim of a
     batch's tensors samples are: 1 for time-major batches, (1, 0) for time-major inputs with targets that have samples
     first, None instead of a tensor without samples, as in ({"x": 0, "edges": None}, 0).
@@ -104,7 +105,7 @@ def parallelize(
     full = deferred.model
     are_rules_given = rules is not None
     refuse_what_cannot_be_right(plan, full)
-    precision.require_float32(full)
+    precision.require_dtypes(full, optimizer)
     if isinstance(loss, BatchLoss):
         require_full_batches(plan, example)
         if batch_dim != 0:

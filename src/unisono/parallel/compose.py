@@ -30,13 +30,14 @@ from unisono.parallel.layout import layout_of
 from unisono.parallel.loss.batch_loss import BatchLoss, GatheredLoss
 from unisono.parallel.loss.loss import GlobalLoss, Loss
 from unisono.parallel.loss.model_loss import ModelLoss, with_model_loss
+from unisono.parallel.master_weights import RoundedStep, hand_over
 from unisono.parallel.meta.filling import Filling
 from unisono.parallel.pipeline.parameter_usage import by_names
 from unisono.parallel.pipeline.rehearsal import Rehearsal
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.split import StageSplit, require_stages, split
 from unisono.parallel.pipeline.tied import TiedGradients
-from unisono.parallel.precision import FULL, Precision
+from unisono.parallel.precision import FULL, Precision, accumulate_in_float32
 from unisono.parallel.recompute import is_recomputed, recompute
 from unisono.parallel.share import BatchDim, first_batch_size, share, shares
 from unisono.parallel.tensor.head_width import HeadWidth
@@ -145,13 +146,19 @@ def give_values(made: Composition) -> None:
 
 def replicate(made: Composition) -> None:
     """Gradients are summed over the data ranks; under ZeRO each holds a shard of what all need."""
-    plan, model, mesh = made.plan, made.model, made.mesh
+    plan, model, mesh, precision = made.plan, made.model, made.mesh, made.precision
+    if precision.dtype is not None:
+        accumulate_in_float32(model.parameters())
     if not plan.zero:
         made.stepping = made.optimizer(list(model.parameters()))
         require_full_parameters(made.stepping, made.optimizer, model, is_sharded=plan.pp > 1)
-        made.replicas = DataParallel(model, mesh, reduce_dtype=made.precision.reduce_dtype)
+        masters = precision.masters(model)
+        if masters is not None:
+            hand_over(made.stepping, masters)
+        made.replicas = DataParallel(model, mesh, reduce_dtype=precision.reduce_dtype, masters=masters)
         return
-    options: dict[str, Any] = {"rounded": made.gathered, "reduce_dtype": made.precision.reduce_dtype}
+    options: dict[str, Any] = {"rounded": made.gathered, "reduce_dtype": precision.reduce_dtype}
+    options["masters"] = precision.master is not None
     if made.stages is not None:
         options["units"] = [block for stage in made.stages.stages for block in stage.modules]
         options |= {"users": made.stages.users, "tied": [each.name for each in made.stages.tied]}
@@ -190,6 +197,9 @@ def compose(made: Composition) -> Trainer:
     rounded = [name for name, each in model.named_parameters() if made.gathered.get(name) == each.dtype]
     reads = ParameterReads(model, str(plan), units, is_pipeline=plan.pp > 1, rounded=rounded)
     trainer.reads = reads if reads.is_needed else None
+    if made.precision.master is None:
+        seed = made.random.seed
+        RoundedStep(made.stepping, trainer.optimized(), made.precision.rounding, lambda: (seed, trainer.steps), mesh)
     if made.stages is not None and made.schedule is not None:
         require_same_groups(trainer.optimizer, trainer.optimized(), made.optimizer, made.parameters_of_all_stages)
         trainer.pipeline = PipelineRuntime(

@@ -97,11 +97,11 @@ class OwnLoop:
         self._attach(model)
         _models[model] = weakref.ref(trainer)
         model.zero_grad = types.MethodType(_zero_grad, model)  # type: ignore[method-assign]
-        is_zero = isinstance(trainer.replicas, ShardedOptimizer)
-        sharded = [each for each in model.parameters() if is_zero or layout_of(each).splits]
+        has_copies = isinstance(trainer.replicas, ShardedOptimizer) or trainer.replicas.masters is not None
+        sharded = [each for each in model.parameters() if has_copies or layout_of(each).splits]
         trainer.torch_clipping = clipping = TorchClipping(sharded, str(trainer.plan))
         weakref.finalize(trainer, clipping.allow).atexit = False
-        if is_zero:
+        if has_copies:
             for parameter in model.parameters():
                 setattr(parameter, _OPTIMIZER, weakref.ref(trainer.optimizer))
             _refuse_other_optimizers()
@@ -553,9 +553,9 @@ def _require_own(optimizer: Optimizer, *_: Any) -> None:
             owner = getattr(parameter, _OPTIMIZER, None)
             if owner is not None and owner() is not optimizer:
                 raise UsageError(
-                    f"{type(optimizer).__name__} was made of parameters under ZeRO, whose gradients only the trainer's "
-                    "own optimizer gets; return it from parallelize(optimizer=...), with parameter groups where parts "
-                    "of the model need other options, and step trainer.optimizer"
+                    f"{type(optimizer).__name__} was made of parameters under ZeRO, or with master weights, whose "
+                    "gradients only the trainer's own optimizer gets; return it from parallelize(optimizer=...), with "
+                    "parameter groups where parts of the model need other options, and step trainer.optimizer"
                 )
 
 

@@ -22,15 +22,19 @@ scaler.update()
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
+from unisono.mesh.optimizers import OptimizerScope, optimizer_scope
+from unisono.parallel.master_weights import ROUNDINGS, MasterWeights, RoundedStep, hand_over
 
 HALVES = (torch.float16, torch.bfloat16)
 _COMPUTED_IN: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -43,6 +47,9 @@ class Precision:
     The scale of the loss, which only fp16 needs, begins at `init_scale`, halves when a gradient overflows and doubles
     after `growth_interval` steps without. gather: "half" or "fp32", the dtype in which ZeRO gathers the weights of
     linear layers and convolutions. reduce: "fp32" or "bf16", the dtype in which gradients are summed over the ranks.
+
+    With "bf16" the model's parameters may be bfloat16. master: "fp32", the optimizer updates float32 copies of them, or
+    None, it updates them in place, with `rounding` "stochastic" or "kahan" (see master_weights.py).
     """
 
     name: str = "fp32"
@@ -50,6 +57,8 @@ class Precision:
     growth_interval: int = 2000
     gather: str = "half"
     reduce: str = "fp32"
+    master: str | None = "fp32"
+    rounding: str = "stochastic"
 
     def __post_init__(self) -> None:
         if self.name not in _COMPUTED_IN:
@@ -60,6 +69,12 @@ class Precision:
             raise UsageError(f'precision: reduce={self.reduce!r}; expected "fp32" or "bf16"')
         if self.reduce == "bf16" and self.dtype is None:
             raise UsageError('reduce="bf16" with precision="fp32"; use precision="bf16" or "fp16" with it')
+        if self.master not in ("fp32", None):
+            raise UsageError(f'precision: master={self.master!r}; expected "fp32" or None')
+        if self.rounding not in ROUNDINGS:
+            raise UsageError(f"precision: rounding={self.rounding!r}; expected one of {', '.join(ROUNDINGS)}")
+        if self.master is None and self.name != "bf16":
+            raise UsageError(f'master=None with precision="{self.name}"; use precision="bf16" with it')
 
     @classmethod
     def of(cls, given: str | Precision) -> Precision:
@@ -70,9 +85,12 @@ class Precision:
         chosen: dict[str, Any] = {}
         for option in options:
             key, _, value = option.strip().partition("=")
-            if key not in ("gather", "reduce"):
-                raise UsageError(f"precision={given!r}: {key!r}; expected gather=half|fp32 or reduce=fp32|bf16")
-            chosen[key] = value
+            if key not in ("gather", "reduce", "master", "rounding"):
+                raise UsageError(
+                    f"precision={given!r}: {key!r}; expected gather=half|fp32, reduce=fp32|bf16, master=fp32|none or "
+                    "rounding=stochastic|kahan"
+                )
+            chosen[key] = None if (key, value.lower()) == ("master", "none") else value
         return cls(name.strip(), **chosen)
 
     @property
@@ -91,19 +109,63 @@ class Precision:
             return {}
         return dict.fromkeys(rounded_weights(model), self.dtype)
 
+    def update_on_one_device(
+        self, optimizer: Optimizer, model: nn.Module, random: Callable[[], tuple[object, ...]]
+    ) -> MasterWeights:
+        """Make an optimizer of the full model update bfloat16 parameters as plans do. random: see RoundedStep."""
+        masters = self.masters(model) or MasterWeights({})
+        if self.dtype is not None:
+            accumulate_in_float32(model.parameters())
+        hand_over(optimizer, masters)
+        if self.master is None:
+            RoundedStep(optimizer, model.named_parameters(), self.rounding, random)
+        return masters
+
+    def masters(self, model: nn.Module) -> MasterWeights | None:
+        """The copies that an optimizer without ZeRO gets, if any parameter needs one."""
+        if self.dtype is None or self.master is None:
+            return None
+        halves = {name: each for name, each in model.named_parameters() if each.dtype in HALVES and each.requires_grad}
+        return MasterWeights(halves) if halves else None
+
     def scaler(self, mesh: Mesh) -> LossScaler | None:
         if self.dtype != torch.float16:
             return None
         return LossScaler(mesh, self.init_scale, growth_interval=self.growth_interval)
 
-    def require_float32(self, model: nn.Module) -> None:
-        """Halves are computed from float32 parameters, which keep the small changes of a step."""
+    def require_dtypes(self, model: nn.Module, make: Callable[[Any], Optimizer]) -> None:
+        """Halves are computed from float32 parameters, or bfloat16 from bfloat16 ones; and the optimizer that
+        make(parameters) gives can update those."""
+        if self.dtype is None:
+            return
+        halves = [name for name, each in model.named_parameters() if each.dtype == torch.bfloat16]
         for name, parameter in model.named_parameters():
-            if self.dtype is not None and parameter.is_floating_point() and parameter.dtype != torch.float32:
+            is_own = parameter.dtype == torch.bfloat16 and self.name == "bf16"
+            if parameter.is_floating_point() and parameter.dtype != torch.float32 and not is_own:
                 raise UsageError(
                     f"precision={self.name} keeps parameters in float32, but {name} is {parameter.dtype}; pass the "
                     "model in float32" + ("" if parameter.dtype in HALVES else f", or leave precision={self.name} out")
                 )
+        if self.master is None and not halves:
+            raise UsageError(
+                "master=None updates bfloat16 parameters, but the model has none; pass it in bfloat16, as "
+                "model.bfloat16(), or leave master=None out"
+            )
+        if halves:
+            self._require_masters(make, make(list(model.parameters())), halves[0])
+
+    def _require_masters(self, make: Callable[[Any], Optimizer], optimizer: Optimizer, name: str) -> None:
+        kind = type(optimizer).__name__
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise UsageError(
+                f"{name} is bfloat16, but {kind} evaluates the model several times in a step, when only its master "
+                "weights would have changed; pass the model in float32"
+            )
+        if self.master is None and optimizer_scope(optimizer, make) is OptimizerScope.MODEL:
+            raise UsageError(
+                f'master=None updates some parameters at a time, but {kind} looks at all at once; use master="fp32"'
+            )
 
 
 FULL = Precision()

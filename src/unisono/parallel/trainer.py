@@ -531,10 +531,7 @@ class Trainer:
 
     def optimized(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What the optimizer updates on this rank, by the parameters' names."""
-        if isinstance(self.replicas, ShardedOptimizer):
-            yield from self.replicas.optimized()
-        else:
-            yield from self.model.named_parameters()
+        return self.replicas.optimized()
 
     def state_dict(self) -> dict[str, Any]:
         """All that training goes on from, as full tensors by name, on every rank; every rank calls it."""
@@ -552,8 +549,7 @@ class Trainer:
         """Go on from a state of the same model, saved under this or another plan; every rank calls it."""
         optimized = dict(self.optimized())
         load_tensors(self.model, optimized, self.mesh, state["model"])
-        if isinstance(self.replicas, ShardedOptimizer):
-            self.replicas.publish()
+        self.replicas.publish()
         load_full_state(self.optimizer, optimized.items(), self.mesh, state["optimizer"])
         self.steps, self.skipped = state["steps"], state["skipped"]
         if self.scaler is not None and state["scaler"] is not None:

@@ -245,6 +245,9 @@ def _take_plain_step(
     model: nn.Module, job: TrainingSetup, batch: tuple[Any, Any], step: FingerprintRecord, state: ModelSnapshot
 ) -> None:
     optimizer = job.optimizer(list(model.parameters()))
+    masters = job.precision.update_on_one_device(optimizer, model, lambda: (job.seed, job.step))
+    begun = {name: copy.detach().clone() for name, copy in masters.copies.items()}
+    named = {**dict(model.named_parameters()), **masters.copies}
     step.settings = settings_of(optimizer)
     if takes_closure(optimizer):
         optimizer.step(partial(_evaluated_for_closure, model, job, batch, step))  # type: ignore[arg-type]
@@ -254,12 +257,13 @@ def _take_plain_step(
         _evaluated(model, job, batch, step)
         step.gradients = [_fingerprints(_gradients(model))]
         step.rounding = _rounding(step.dtype, (gradient for _, gradient in _gradients(model)))
-        _drop_rounding(step.rounding, model.parameters())
+        masters.take_gradients()
+        _drop_rounding(step.rounding, named.values())
         if job.clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip)
+            torch.nn.utils.clip_grad_norm_(named.values(), job.clip)
         optimizer.step()
-    named = dict(model.named_parameters())
-    step.parameters = _fingerprints((name, p.detach() - state.value(p)) for name, p in named.items())
+    values = {name: begun[name] if name in begun else state.value(each) for name, each in named.items()}
+    step.parameters = _fingerprints((name, each.detach() - values[name]) for name, each in named.items())
     step.buffers = _fingerprints(model.named_buffers())
 
 
@@ -343,8 +347,7 @@ def _vary_shards(trainer: Trainer, constants: dict[str, float], state: TrainerSn
         if name in constants:
             full = _varied(name, constants[name], full_shape(tensor))
             tensor.copy_(local_of(full, layout_of(tensor), trainer.mesh))
-    if state.zero is not None:
-        state.zero.publish()
+    trainer.replicas.publish()
     state.model.begin_from(each[name] for name in constants for each in (parameters, optimized) if name in each)
 
 

@@ -148,8 +148,7 @@ class TrainerSnapshot:
         trainer.zero_grad()
         trainer.loss.settle()
         self.model.restore()
-        if self.zero is not None:
-            self.zero.publish()
+        trainer.replicas.publish()
         self._optimizer.restore()
         trainer.steps, trainer.skipped, trainer.norm = self._counters
         trainer.random.step = trainer.steps

@@ -8,6 +8,8 @@ so its gradient is the sum of theirs: after summing, all ranks take the same opt
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -15,6 +17,7 @@ from unisono.comm.handle import Handle
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.data.bucket import Bucket, bucket_bytes_for, buckets_of, summed_axes
 from unisono.parallel.data.reducer import Missing, Reducer
+from unisono.parallel.master_weights import MasterWeights
 
 
 def sum_gradients(model: nn.Module, mesh: Mesh) -> None:
@@ -64,13 +67,38 @@ class DataParallel(Reducer[FlaggedBucket]):
         mesh: Mesh,
         bucket_bytes: int | None = None,
         reduce_dtype: torch.dtype | None = None,
+        masters: MasterWeights | None = None,
     ) -> None:
-        """reduce_dtype: in which float32 gradients travel and are summed."""
+        """reduce_dtype: in which float32 gradients travel and are summed. masters: of half parameters; they get the
+        gradients."""
+        self._model = model
+        self.masters = masters
         most = bucket_bytes or bucket_bytes_for(model)
         buckets: list[FlaggedBucket] = buckets_of(list(model.named_parameters()), mesh, most, FlaggedBucket)
         for bucket in buckets:
             bucket.reduce_in(reduce_dtype)
         super().__init__(buckets)
+
+    def complete(self) -> None:
+        super().complete()
+        if self.masters is not None:
+            self.masters.take_gradients()
+
+    def finish(self) -> None:
+        super().finish()
+        if self.masters is not None:
+            self.masters.take_gradients()
+
+    def publish(self) -> None:
+        """After what the optimizer updates was changed: bring the parameters up to date."""
+        if self.masters is not None:
+            self.masters.publish()
+
+    def optimized(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What the optimizer updates, by the parameters' names."""
+        copies = {} if self.masters is None else self.masters.copies
+        for name, parameter in self._model.named_parameters():
+            yield name, copies.get(name, parameter)
 
     def _leave(self, bucket: FlaggedBucket) -> Handle:
         message = bucket.message()

@@ -81,7 +81,7 @@ class FullyShardedOptimizer(ShardedOptimizer):
 
     @torch.no_grad()
     def publish(self) -> None:
-        self._update_copied()
+        self._masters.publish()
         self._units.refresh(self.shards.values())
 
 

@@ -37,9 +37,10 @@ from unisono.comm.handle import Handle
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.checks.optimizer_scope import OptimizerScope, require_full_parameters
-from unisono.parallel.data.bucket import BUCKET_BYTES, Spare, buckets_of, summed_axes
+from unisono.parallel.data.bucket import BUCKET_BYTES, Spare, buckets_of, gradient_dtype, summed_axes
 from unisono.parallel.data.reducer import Reducer
 from unisono.parallel.layout import layout_of, set_layout
+from unisono.parallel.master_weights import MasterWeights
 from unisono.parallel.precision import HALVES, round_parameter
 from unisono.parallel.zero.shards import ShardBucket, ZeroShard, assigned_evenly, assigned_in_full
 from unisono.parallel.zero.units import Units
@@ -59,7 +60,8 @@ class ShardedOptimizer(Reducer[ShardBucket]):
 
     Half parameters get a float32 copy of this rank's shard, which is what the optimizer updates: its master weights.
     Float32 parameters that the forward only reads in a half dtype can be `rounded` to it: ranks then keep float32 of
-    their own shards only, and gather halves. With `offload` the optimizer's shard and state live, and are updated, in
+    their own shards only, and gather halves. Without `masters` the optimizer updates half parameters themselves. With
+    `offload` the optimizer's shard and state live, and are updated, in
     host memory.
     """
 
@@ -73,6 +75,7 @@ class ShardedOptimizer(Reducer[ShardBucket]):
         offload: bool = False,
         rounded: Mapping[str, torch.dtype] | None = None,
         reduce_dtype: torch.dtype | None = None,
+        masters: bool = True,
         users: Mapping[str, tuple[int, ...]] | None = None,
         tied: Collection[str] = (),
         fill: Callable[[str, nn.Parameter], None] = lambda name, parameter: None,
@@ -96,6 +99,7 @@ class ShardedOptimizer(Reducer[ShardBucket]):
         self._spare = Spare()  # one for all buckets: what ZeRO saves is not to be spent on messages
         self.shards: dict[str, ZeroShard] = {}
         self._offload = offload
+        self._has_masters = masters
         self._rounded, self._reduce_dtype = rounded or {}, reduce_dtype
         self._tied = frozenset(tied)
         self._of_stage: dict[int, list[ShardBucket]] = {}  # of a pipeline, in stage 2: sent in each of its backwards
@@ -105,7 +109,8 @@ class ShardedOptimizer(Reducer[ShardBucket]):
         named = list(model.named_parameters())
         buckets = self._make_buckets(named, users, bucket_bytes)
         self.alone = {name: p for name, p in named if p.requires_grad and not summed_axes(p, mesh)}
-        self._copies = {name: self._copy(p, p.data) for name, p in self.alone.items() if self._needs_copy(name, p)}
+        copied = {name: p for name, p in self.alone.items() if self._needs_copy(name, p)}
+        self._masters = MasterWeights(copied, lambda each: self._copy(each, each.data))
         for bucket in buckets:
             for shard in bucket.shards:
                 fill(shard.name, shard.parameter)
@@ -157,12 +162,14 @@ class ShardedOptimizer(Reducer[ShardBucket]):
             shard.optimized = self._copy(shard.parameter, local)
         else:
             shard.optimized = nn.Parameter(local)  # a view: what the optimizer writes is in the parameter
+            shard.optimized.grad_dtype = gradient_dtype(shard.parameter)
         set_layout(shard.optimized, shard.layout)
         self._round(shard)
 
     def _needs_copy(self, name: str, parameter: nn.Parameter) -> bool:
         is_on_device = self._offload and parameter.device.type != "cpu"
-        return is_on_device or parameter.dtype in HALVES or (name in self._rounded and name in self.shards)
+        is_half = parameter.dtype in HALVES and self._has_masters
+        return is_on_device or is_half or (name in self._rounded and name in self.shards)
 
     def _round(self, shard: ZeroShard) -> None:
         """Give a parameter the dtype in which the forward reads it."""
@@ -171,7 +178,7 @@ class ShardedOptimizer(Reducer[ShardBucket]):
 
     def _copy(self, parameter: nn.Parameter, local: torch.Tensor) -> nn.Parameter:
         """What the optimizer has of a parameter that is half, or on a device with little memory."""
-        dtype = torch.float32 if parameter.dtype in HALVES else parameter.dtype
+        dtype = torch.float32 if parameter.dtype in HALVES and self._has_masters else parameter.dtype
         copy = nn.Parameter(local.to("cpu" if self._offload else parameter.device, dtype, copy=True))
         set_layout(copy, layout_of(parameter))
         return copy
@@ -180,7 +187,7 @@ class ShardedOptimizer(Reducer[ShardBucket]):
         """Let the optimizer see shards instead of parameters, and shard the state that it has already."""
         mine = {id(shard.parameter): shard for shard in self.shards.values()}
         seen = {key: shard.optimized for key, shard in mine.items()}
-        seen |= {id(self.alone[name]): copy for name, copy in self._copies.items()}
+        seen |= self._masters.replacing
         for group in self.optimizer.param_groups:
             group["params"] = [seen.get(id(p), p) for p in group["params"]]
         for parameter in list(self.optimizer.state):
@@ -242,7 +249,7 @@ class ShardedOptimizer(Reducer[ShardBucket]):
             self._give(shard.optimized, gradient)
 
     def _give(self, optimized: nn.Parameter, gradient: torch.Tensor) -> None:
-        gradient = gradient.to(optimized.device, optimized.dtype)
+        gradient = gradient.to(optimized.device, gradient_dtype(optimized))
         if self.is_own and optimized.grad is not None:
             self._kept.add(id(optimized))
             optimized.grad = optimized.grad + gradient
@@ -255,22 +262,13 @@ class ShardedOptimizer(Reducer[ShardBucket]):
 
     def complete(self) -> None:
         super().complete()
-        self._give_to_copies()
-
-    def _give_to_copies(self) -> None:
-        for name, copy in self._copies.items():
-            gradient = self.alone[name].grad
-            if gradient is not None:
-                self._give(copy, gradient)
-                self.alone[name].grad = None
-            elif not self.is_own:
-                copy.grad = None
+        self._masters.take_gradients()
 
     def finish(self) -> None:
         """Wait until all gradients are summed; then each rank has those of its shards."""
         self._kept.clear()
         super().finish()
-        self._give_to_copies()
+        self._masters.take_gradients()
         if not self._is_elementwise:  # whoever owns nothing of a parameter has nothing to optimize
             for shard in self.shards.values():
                 if not len(shard.mine):
@@ -281,7 +279,7 @@ class ShardedOptimizer(Reducer[ShardBucket]):
     @torch.no_grad()
     def publish(self) -> None:
         """After the optimizer's step: bring everybody's parameters up to date."""
-        self._update_copied()
+        self._masters.publish()
         handles = [
             bucket.all_gather([shard.optimized.detach() for shard in bucket.shards], self._spare)
             for bucket in self.buckets
@@ -293,17 +291,13 @@ class ShardedOptimizer(Reducer[ShardBucket]):
             bucket.unpack(message, [parameter.data for parameter in bucket.parameters], has_own=are_views)
             self._spare.put(message)
 
-    def _update_copied(self) -> None:
-        for name, copy in self._copies.items():
-            self.alone[name].copy_(copy)
-
     def optimized(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What the optimizer sees, by name: shards, and parameters that have no replicas. Layouts give their
         placements."""
         for name, shard in self.shards.items():
             yield name, shard.optimized
         for name, parameter in self.alone.items():
-            yield name, self._copies.get(name, parameter)
+            yield name, self._masters.copies.get(name, parameter)
 
 
 def _require_parameters_of(model: nn.Module, optimizer: Optimizer) -> None:

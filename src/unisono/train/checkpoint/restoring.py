@@ -16,7 +16,6 @@ from unisono.errors import CheckpointError
 from unisono.parallel.full_state import full_shape
 from unisono.parallel.layout import layout_of
 from unisono.parallel.trainer import Trainer
-from unisono.parallel.zero.zero import ShardedOptimizer
 from unisono.train.checkpoint.chunk_files import IndexReader
 from unisono.train.checkpoint.chunks import Chunk, full_chunk, held_chunks
 from unisono.train.checkpoint.dcp_planners import ChunkLoadPlanner
@@ -153,8 +152,7 @@ class Restoration:
 
     def _install(self, states: dict[int, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
         trainer = self.trainer
-        if isinstance(trainer.replicas, ShardedOptimizer):
-            trainer.replicas.publish()
+        trainer.replicas.publish()
         trainer.optimizer.state.clear()
         for _, tensor in trainer.optimized():
             if states[id(tensor)]:

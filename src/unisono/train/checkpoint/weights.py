@@ -25,7 +25,6 @@ from unisono.errors import CheckpointError, UsageError
 from unisono.parallel.full_state import full_shape
 from unisono.parallel.layout import layout_of
 from unisono.parallel.trainer import Trainer
-from unisono.parallel.zero.zero import ShardedOptimizer
 from unisono.train.checkpoint.checkpoints import Checkpoints
 from unisono.train.checkpoint.chunk_files import SAFE_NAMES, Described, bytes_of, safetensors_header
 from unisono.train.checkpoint.chunks import full_chunk, held_chunks
@@ -139,7 +138,7 @@ def import_weights(
                 ends = zip(chunk.offsets, chunk.sizes, strict=True)
                 box = tuple(slice(first, first + size) for first, size in ends)
                 entry.tensor[chunk.slices].copy_(opened.read(found[entry.name], box))
-    if isinstance(model, Trainer) and isinstance(model.replicas, ShardedOptimizer):
+    if isinstance(model, Trainer):
         model.replicas.publish()
 
 
