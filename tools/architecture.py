@@ -9,12 +9,11 @@ are reached through another of them, and without the ground (errors, torch_compa
 
 from __future__ import annotations
 
-import ast
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from imports import MAY_IMPORT, SOURCE, imported_layers, layer_of
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tools.imports import MAY_IMPORT, SOURCE, imported_layers, layer_of
 
 PAGE = SOURCE.parent.parent / "docs" / "architecture.md"
 BEGIN, END = "<!-- the map, by tools/architecture.py -->", "<!-- the end of the map -->"
@@ -27,7 +26,7 @@ def imports_of() -> dict[str, set[str]]:
     for path in sorted(SOURCE.rglob("*.py")):
         room = layer_of(path)
         if (SOURCE / room).is_dir():
-            targets = {target for _, target in imported_layers(ast.parse(path.read_text()))}
+            targets = {target for _, target in imported_layers(path)}
             found.setdefault(room, set()).update(targets - GROUND - {room})
     return found
 

@@ -7,7 +7,9 @@ also prints the files and lines of each folder, and modules that import each oth
 from __future__ import annotations
 
 import ast
+import functools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "unisono"
@@ -34,9 +36,23 @@ def layer_of(path: Path) -> str:
     return first.removesuffix(".py")
 
 
-def imported_layers(tree: ast.AST) -> list[tuple[int, str]]:
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All statements in a module or in another statement: imports are among them, and expressions hold none."""
+    for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for statement in getattr(node, block, ()):
+            yield statement
+            yield from statements(statement)
+
+
+def imported_layers(path: Path) -> list[tuple[int, str]]:
+    """The layers that a file imports, with the lines."""
     found = []
-    for node in ast.walk(tree):
+    for node in statements(parsed(path)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -62,7 +78,7 @@ def faults() -> list[str]:
         if layer not in MAY_IMPORT:
             lines.append(f"{shown}: layer {layer!r} is not in the house plan of {Path(__file__).name}")
             continue
-        for lineno, target in imported_layers(ast.parse(path.read_text())):
+        for lineno, target in imported_layers(path):
             if target == "(relative)":
                 lines.append(f"{shown}:{lineno}: relative import; write it from the root: from unisono. ...")
             elif target != layer and target not in MAY_IMPORT[layer]:
@@ -117,15 +133,15 @@ def _module(path: Path) -> str:
 
 
 def _imports(path: Path, names: dict[str, Path]) -> set[str]:
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     typed = {
         id(inner)
-        for node in ast.walk(tree)
+        for node in statements(tree)
         if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
-        for inner in ast.walk(node)
+        for inner in statements(node)
     }
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if id(node) in typed:
             continue
         if isinstance(node, ast.Import):

@@ -25,7 +25,7 @@ total = torch.ones(3) * (dist.get_rank() + 1)
 dist.all_reduce(total)
 names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
          "GLOO_SOCKET_IFNAME",
-         "UNISONO_BACKEND", "UNISONO_CHECK", "UNISONO_TIMEOUT", "UNISONO_HOST", "GIVEN",
+         "UNISONO_BACKEND", "UNISONO_CHECK", "UNISONO_TIMEOUT", "UNISONO_HOST", "UNISONO_RACE", "GIVEN",
          "TORCHELASTIC_RUN_ID"]
 seen = {name: os.environ.get(name) for name in names}
 seen |= {"total": total.tolist(), "argv": sys.argv, "path": sys.path[0], "main": __name__, "file": __file__,
@@ -44,7 +44,7 @@ threading.Thread(target=lambda: print("from a thread")).start()
 def test_a_rank_is_like_a_process_of_its_own(tmp_path: Path) -> None:
     script = write_script(tmp_path, ALL_REDUCE)
     arguments = ["a b", "it's", '"q"', ";ls", "$HOME", "--flag", "-n", "é", ""]
-    options = ["-np", "3", "--backend", "gloo", "--check", "--timeout", "7.5", "-x", "GIVEN=x y"]
+    options = ["-np", "3", "--backend", "gloo", "--check", "--timeout", "7.5", "--no-race", "-x", "GIVEN=x y"]
     done = Run(["run", *options, "script.py", *arguments], tmp_path, anew=True).finish()
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == sorted(
@@ -63,6 +63,7 @@ def test_a_rank_is_like_a_process_of_its_own(tmp_path: Path) -> None:
             "UNISONO_CHECK": "1",
             "UNISONO_TIMEOUT": "7.5",
             "UNISONO_HOST": "localhost",
+            "UNISONO_RACE": "0",
             "GIVEN": "x y",
             "TORCHELASTIC_RUN_ID": "unisono",
             "total": [6.0, 6.0, 6.0],

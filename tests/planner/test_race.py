@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import importlib
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,10 +139,3 @@ def _without(comm: Any, hardware: str) -> list[Any]:
 def test_without_a_race_the_best_prediction_is_taken(pools: Callable[[str, int], RankPool], wrong: str) -> None:
     for choice in pools("gloo", 2).run(_without, wrong)[0]:
         assert not choice.race
-
-
-def test_the_command_line_has_no_race(tmp_path: Path) -> None:
-    script = tmp_path / "shown.py"
-    script.write_text(f"import os; print('race', os.environ.get({environment.RACE!r}))")
-    command = [sys.executable, "-m", "unisono", "run", "-n", "1", "--no-race", str(script)]
-    assert "race 0" in subprocess.run(command, capture_output=True, text=True, check=True).stdout

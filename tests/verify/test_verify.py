@@ -22,11 +22,12 @@ from unisono.verify.verify import verify_all
 TASKS = Path(__file__).parents[1] / "equivalence" / "tasks.py"
 
 
-def test_an_equivalent_plan_gives_0(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", f"{TASKS}:mlp", "--plan", "dp=2", "--steps", "1"]) == 0
+def test_an_equivalent_plan_gives_0_and_how_much_tp_shards(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", f"{TASKS}:mlp", "--plan", "tp=2", "--steps", "1"]) == 0
     shown = capsys.readouterr().out
     assert "equivalent" in shown
     assert "initial parameters" in shown
+    assert "tp=2 shards " in shown
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,11 +36,6 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert reported["equivalent"] is True
     assert {each["kind"] for each in reported["worst"]} >= {"loss", "gradients", "parameters", "optimizer state"}
     assert reported["coverage"].startswith("tp=2 shards ")
-
-
-def test_how_much_tp_shards_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", f"{TASKS}:mlp", "--plan", "tp=2", "--steps", "1"]) == 0
-    assert "tp=2 shards " in capsys.readouterr().out
 
 
 def test_a_refused_plan_gives_1_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
