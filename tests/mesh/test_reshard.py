@@ -65,25 +65,29 @@ def test_all_pairs_on_a_line(pools: Pools, size: int, shape: tuple[int, ...]) ->
     assert pools("gloo", size).run(check_all_pairs, shape, (size,), (0, 1, 2))[0] == 25
 
 
-def test_all_pairs_on_a_grid(pools: Pools) -> None:
-    """Sharding one dim by both axes included, and sizes that leave some ranks nothing."""
-    assert pools("gloo", 4).run(check_all_pairs, (5, 3), (2, 2), (0, 1))[0] == 256
+@pytest.mark.parametrize(("every", "pairs"), [(3, 86), pytest.param(1, 256, marks=pytest.mark.thorough)])
+def test_all_pairs_on_a_grid(pools: Pools, every: int, pairs: int) -> None:
+    """Sharding one dim by both axes included, and sizes that leave some ranks nothing. Every third pair has every
+    layout as source and as target."""
+    assert pools("gloo", 4).run(check_all_pairs, (5, 3), (2, 2), (0, 1), every)[0] == pairs
 
 
 def test_some_pairs_over_mpi(pools: Pools) -> None:
     assert pools("mpi", 4).run(check_all_pairs, (5, 3), (2, 2), (0, 1), 7)[0] == 37
 
 
-def check_cube(comm: Communicator) -> None:
+def check_cube(comm: Communicator, every: int) -> None:
     mesh = Mesh((2, 2, 2), NAMES)
     R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
     layouts = [(S0, S0, S0), (S0, S1, S0), (P, P, P), (R, R, R), (S1, P, S0), (R, S0, R)]
-    for source, target in itertools.product(layouts, layouts):
+    for source, target in list(itertools.product(layouts, layouts))[::every]:
         check_pair((11, 6), mesh, source, target)
 
 
-def test_a_cube_of_ranks(pools: Pools) -> None:
-    pools("gloo", 8).run(check_cube)
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.thorough)])
+def test_a_cube_of_ranks(pools: Pools, every: int) -> None:
+    """Every fifth pair has every layout as source and as target."""
+    pools("gloo", 8).run(check_cube, every)
 
 
 def check_transposed(comm: Communicator) -> None:

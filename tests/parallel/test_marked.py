@@ -121,10 +121,12 @@ def train(comm: Communicator) -> list[str]:
     program = uni.to_static(_staged(mesh), mesh=mesh, **JOB, zero=1, microbatches=2)
     _proved(program, program.state_dict)
     _shown_and_asked(program)
-    for words in ("pp=2,dp=2,zero=1,microbatches=2", "pp=2,dp=2,microbatches=2"):
-        verdict = verify_here(comm, TASK, ProgramSpec.parse(words), 2)
-        assert verdict.equivalent, verdict
     return plans
+
+
+def verified(comm: Communicator, words: str) -> None:
+    verdict = verify_here(comm, TASK, ProgramSpec.parse(words), 2)
+    assert verdict.equivalent, verdict
 
 
 def _shown_and_asked(program: uni.StagedProgram) -> None:
@@ -144,6 +146,11 @@ def _shown_and_asked(program: uni.StagedProgram) -> None:
 def test_the_result_of_one_device(pools: Pools) -> None:
     plans = pools("gloo", 4).run(train)[0]
     assert plans == ["dp=2,tp=2,zero=1", "dp=2,pp=2,zero=2,microbatches=2,schedule=f-then-b,boundaries=0+2"]
+
+
+@pytest.mark.parametrize("words", ["pp=2,dp=2,zero=1,microbatches=2", "pp=2,dp=2,microbatches=2"])
+def test_verify_takes_marked_stages(pools: Pools, words: str) -> None:
+    pools("gloo", 4).run(verified, words)
 
 
 def test_what_the_axes_do() -> None:

@@ -142,6 +142,7 @@ def perplexities(comm: Any, plan: str) -> dict[str, Any]:
             metrics=[metric],
             plan=plan,
             rules=RULES,
+            check="off",
         )
         made.prepare(tuple(torch.stack(each) for each in zip(*data(4), strict=True)))
         return made.evaluate(data(12), batch_size=4)
@@ -189,6 +190,7 @@ def trained_by_its_own_loss(comm: Any, plan: str) -> tuple[list[float], float]:
         lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
         plan=plan,
         seed=3,
+        check="off",
     )
     losses = one.fit(samples, epochs=2, batch_size=8, progress=False).losses
     return losses, one.evaluate(samples, batch_size=7)["loss"]

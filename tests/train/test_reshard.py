@@ -1,4 +1,4 @@
-"""Any plan to any plan: what was saved under each is loaded under itself and the four after it, bit for bit, and
+"""Any plan to any plan: what was saved under each is loaded under itself and the plans after it, bit for bit, and
 training goes on from it."""
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from tests.ranks import RankPool
 from tests.train import stores
 from unisono.plan.plan import Plan
 
+MORE = pytest.mark.thorough
 PLANS = {
     "slim": [
         "dp=1",
@@ -28,8 +29,12 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("task", PLANS)
-def test_from_plan_to_plan(pools: Callable[[str, int], RankPool], tmp_path: Path, task: str) -> None:
+@pytest.mark.parametrize(
+    ("task", "reach"),
+    [("slim", 1), ("moe", 1), ("conv", 1), *(pytest.param(*each, marks=MORE) for each in (("slim", 3), ("moe", 2)))],
+)
+def test_from_plan_to_plan(pools: Callable[[str, int], RankPool], tmp_path: Path, task: str, reach: int) -> None:
+    """reach: how many plans before a plan in the list have saved what it loads."""
     plans = PLANS[task]
     for number, plan in enumerate(plans):
         sizes = pools("gloo", Plan.parse(plan).world).run(stores.save, str(tmp_path), task, plan, number % 2 == 0)
@@ -37,6 +42,6 @@ def test_from_plan_to_plan(pools: Callable[[str, int], RankPool], tmp_path: Path
             assert max(sizes) < 1.2 * sum(sizes) / 4 + 8192
     for number, plan in enumerate(plans):
         pool = pools("gloo", Plan.parse(plan).world)
-        others = [plans[(number + turn) % len(plans)] for turn in range(-min(3, len(plans) - 1), 0)]
+        others = [plans[(number + turn) % len(plans)] for turn in range(-reach, 0)]
         faults = pool.run(stores.load, str(tmp_path), task, [*others, plan], plan, [plan, others[-1]])
         assert not any(faults), faults

@@ -110,8 +110,9 @@ def test_an_error_while_the_plan_is_applied() -> None:
     assert "\n" not in verdict.failure
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])
-@pytest.mark.parametrize("ranks", [(1,), (0, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "plan"), [((1,), "dp=2,zero=3"), ((0, 1), "dp=2"), ((1,), "dp=2"), ((0, 1), "dp=2,zero=3")]
+)
 def test_a_refusal_in_the_middle_of_a_step(plan: str, ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verifying, "_TOGETHER", 1.0)
     verdict = verify(task_with(on_ranks(refuse, *ranks)), plan, steps=1)

@@ -18,7 +18,7 @@ from torch import nn
 
 import unisono as uni
 from tests.equivalence.test_mutations import FAULTS
-from tests.equivalence.test_plans import PLANS
+from tests.equivalence.test_plans import PLANS, world_of
 from tests.ranks import RankPool
 from tests.verify.wrong_models import WRONG
 from unisono.comm.communicator import Communicator
@@ -64,7 +64,10 @@ def _with_and_without(comm: Communicator, name: str, plan: str, **options: Any) 
     return proof, without, with_check
 
 
-@pytest.mark.parametrize(("task", "plan"), [(task, plan) for task, plans in SOME.items() for plan in plans])
+CASES = sorted(((task, plan) for task, plans in SOME.items() for plan in plans), key=lambda case: world_of(case[1]))
+
+
+@pytest.mark.parametrize(("task", "plan"), CASES)
 def test_a_sound_plan_is_proved_and_the_check_leaves_no_trace(pools: Pools, task: str, plan: str) -> None:
     """Losses of the steps after it, and the numbers that torch and Python draw then, are those of a run without it."""
     for proof, without, with_check in pools("gloo", Plan.parse(plan).world).run(_with_and_without, task, plan):
