@@ -203,9 +203,9 @@ def expert() -> str:
 
 def recompute() -> str:
     """What is kept between the forward and the backward of four blocks."""
-    c = Canvas(760, 280)
-    kept = {"none": (1, 1, 1, 1, 1), "selective": (1, 1, 0, 1, 1), "full": (1, 0, 0, 0, 0)}
-    names = ("input", "q k v", "scores", "attention", "mlp")
+    c = Canvas(760, 356)
+    kept = {"none": "11111", "selective": "10110", "attention": "11101", "full": "10000"}
+    names = ("input", "norm", "q k v", "scores", "gelu")
     for row, (word, which) in enumerate(kept.items()):
         top = 40 + 76 * row
         c.words(12, top + 26, word, bold=True, anchor="start")
@@ -214,7 +214,7 @@ def recompute() -> str:
             c.parts.append(
                 f'<rect x="{left}" y="{top - 8}" width="212" height="56" rx="6" fill="none" stroke="{LINE}"/>'
             )
-            for position, is_kept in enumerate(which):
+            for position, is_kept in enumerate(map(int, which)):
                 c.box(
                     left + 8 + 40 * position, top + 2, 34, 36, HUES[0 if is_kept else 2], fill=0.75 if is_kept else 0.06
                 )
@@ -222,7 +222,7 @@ def recompute() -> str:
         c.parts.append(
             f'<text x="{121 + 40 * position}" y="24" text-anchor="middle" font-size="10" fill="{SOFT}">{name}</text>'
         )
-    c.words(428, 264, "filled: kept for the backward; empty: computed again in it", soft=True)
+    c.words(428, 340, "filled: kept for the backward; empty: computed again in it", soft=True)
     return c.svg()
 
 

@@ -51,11 +51,13 @@ __all__ = [
     "in_backward",
     "include_key",
     "is_functorch_wrapped",
+    "no_autocast",
     "no_function_modes",
     "no_spare_keys",
     "no_torch_function",
     "no_torch_function_subclass",
     "random_ops",
+    "saved_tensors_hooks",
     "storage_uses",
     "will_run",
 ]
@@ -64,6 +66,7 @@ __all__ = [
 
 no_torch_function = torch._C.DisableTorchFunction  # neither modes nor subclasses of tensors
 no_torch_function_subclass = torch._C.DisableTorchFunctionSubclass
+no_autocast = torch._C._DisableAutocast
 
 
 @contextlib.contextmanager
@@ -124,6 +127,11 @@ def autograd_node() -> Any:
 def in_backward() -> bool:
     """Whether this thread is in a backward pass."""
     return torch._C._current_graph_task_id() != -1
+
+
+def saved_tensors_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
+    """The hooks that pack and unpack what autograd saves now: those of the innermost torch.autograd.graph block."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def will_run(node: Any) -> bool:

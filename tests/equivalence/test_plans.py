@@ -51,7 +51,12 @@ PLANS = {
         "pp=2,microbatches=4",
         "pp=2,microbatches=1,schedule=naive",
         "recompute=selective",
+        "recompute=attention,microbatches=2",
         "recompute=full,microbatches=3",
+        "dp=2,zero=3,microbatches=2,recompute=selective",
+        "cp=2,recompute=selective",
+        "pp=2,microbatches=3,schedule=zb1p,recompute=selective",
+        "pp=2,tp=2,sp,microbatches=2,schedule=zb1p,recompute=selective",
         "dp=2,tp=2,sp,zero=1",
         "dp=2,cp=2,context=ulysses,zero=2,microbatches=2",
         "dp=2,cp=2,zero=3,microbatches=2",
@@ -61,7 +66,7 @@ PLANS = {
         "tp=2,cp=2,sp,context=ulysses,recompute=selective",
         "cp=2,pp=2,microbatches=2,context=ulysses,zero=3,offload,recompute=*.attention",
         "cp=2,pp=2,microbatches=2,zero=3,recompute=full",
-        "tp=2,cp=2,sp,zero=2,offload,recompute=selective",
+        "tp=2,cp=2,sp,zero=2,offload,recompute=attention",
         # On eight ranks; dp=2,tp=2,pp=2,zero=1,sp is examples/seeds/004_overview/hybrid.py, which proves it itself.
         "tp=2,cp=2,pp=2,microbatches=2,context=ulysses,zero=1,recompute=full",
         "dp=2,tp=2,pp=2,microbatches=2,zero=3,sp",
@@ -74,6 +79,7 @@ PLANS["moe"] = [
     "dp=2,ep=2,cp=2",
     "dp=2,ep=2,cp=2,context=ulysses",
     "tp=2,sp",
+    "dp=2,ep=2,recompute=selective",
     "dp=2,ep=2,tp=2,sp,zero=2,offload",
     "dp=2,ep=2,pp=2,microbatches=2",
 ]
@@ -82,7 +88,14 @@ PLANS["vocabulary"] = ["tp=2", "dp=2,tp=2,sp,microbatches=2", "tp=2,pp=2,microba
 PLANS["vocabulary_reshaped"] = ["tp=4", "dp=2,tp=2,microbatches=2"]
 PLANS["vocabulary_full"] = ["dp=2,tp=2"]
 if importlib.util.find_spec("transformers"):
-    PLANS["llama"] = ["dp=2,zero=3", "tp=2", "cp=2", "pp=2,microbatches=4", "dp=2,tp=2,zero=1"]
+    PLANS["llama"] = [
+        "tp=2,recompute=selective",
+        "dp=2,zero=3",
+        "tp=2",
+        "cp=2",
+        "pp=2,microbatches=4",
+        "dp=2,tp=2,zero=1",
+    ]
 
 
 def world_of(plan: str) -> int:

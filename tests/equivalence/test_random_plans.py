@@ -76,7 +76,8 @@ def transformers(draw: st.DrawFn) -> Spec:
 def plans(ranks: int) -> st.SearchStrategy[Plan]:
     shapes = st.sampled_from(plans_for(ranks))
     more = st.fixed_dictionaries(
-        {}, optional={"microbatches": st.integers(1, 5), "recompute": st.sampled_from(["full", "selective"])}
+        {},
+        optional={"microbatches": st.integers(1, 5), "recompute": st.sampled_from(["full", "selective", "attention"])},
     )
     return st.builds(lambda plan, changes: plan.but(**changes), shapes, more)
 

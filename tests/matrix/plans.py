@@ -16,6 +16,7 @@ PLANS = (
     "cp=2,context=ulysses",
     "dp=2,microbatches=2",
     "dp=2,recompute=full",
+    "dp=2,recompute=selective",
 )
 EXPERTS = ("dp=2,ep=2",)
 HYBRIDS = ("dp=2,tp=2", "tp=2,pp=2,microbatches=2", "dp=2,zero=3,tp=2")

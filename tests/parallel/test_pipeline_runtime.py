@@ -134,7 +134,7 @@ def _dropout_gradients(comm: Communicator | None, name: str, again: str, sizes: 
     return {key: value.grad for key, value in model.named_parameters()}
 
 
-@pytest.mark.parametrize("again", ["none", "selective", "full"])
+@pytest.mark.parametrize("again", ["none", "selective", "attention", "full"])
 @pytest.mark.parametrize("name", ["1f1b", "zb1p", "zbv"])
 def test_dropout_and_recomputation(pools: Pools, name: str, again: str) -> None:
     sizes = (2, 1, 3)

@@ -16,9 +16,9 @@ from examples.gpt import GPT, Config
 from tests.parallel.live import Allocated
 from unisono.errors import UsageError
 from unisono.mesh.random.state import RandomState
-from unisono.parallel.recompute import is_recomputed, recompute
+from unisono.parallel.recompute import recompute, runs_again
 
-WAYS = ["none", "selective", "full", ("*.fc?", "blocks.1"), ["blocks.*.attention"]]
+WAYS = ["none", "selective", "attention", "full", ("*.fc?", "blocks.1"), ["blocks.*.attention"]]
 TOKENS = torch.randint(17, (3, 32), generator=torch.Generator().manual_seed(1))
 
 
@@ -55,7 +55,9 @@ def test_gradients_are_the_same_bit_for_bit(way: str | tuple[str, ...], random: 
         assert torch.equal(plain[name], again[name]), name
 
 
-@pytest.mark.parametrize(("way", "most"), [("selective", 0.8), ("full", 0.35), (("*.attention",), 0.7)], ids=str)
+@pytest.mark.parametrize(
+    ("way", "most"), [("selective", 0.9), ("attention", 0.8), ("full", 0.35), (("*.attention",), 0.7)], ids=str
+)
 def test_memory_between_forward_and_backward_is_saved(way: str | tuple[str, ...], most: float) -> None:
     kept = []
     for each in ("none", way):
@@ -138,7 +140,7 @@ def test_names_stay_and_attention_is_put_back() -> None:
     for way in WAYS:
         model = recompute(_gpt(0.0), way)
         assert [name for name, _ in model.named_parameters()] == before
-        assert is_recomputed(model) == (way != "none")
+        assert runs_again(model) == (way not in ("none", "selective"))
         with pytest.raises(IndexError):
             model(torch.full((1, 4), 99))
         assert F.scaled_dot_product_attention is attention
@@ -147,7 +149,7 @@ def test_names_stay_and_attention_is_put_back() -> None:
 def test_what_cannot_be_recomputed_is_named() -> None:
     with pytest.raises(UsageError, match=r"no module of GPT matches '\*\.mlp'"):
         recompute(_gpt(0.0), ["*.mlp"])
-    with pytest.raises(UsageError, match="expected one of none, selective, full"):
+    with pytest.raises(UsageError, match="expected one of none, selective, attention, full"):
         recompute(_gpt(0.0), "all")
     with pytest.raises(UsageError, match="no list of repeated blocks"):
         recompute(nn.Linear(2, 2), "full")

@@ -27,13 +27,13 @@ import gpt as examples
 MIB, GIB = 2**20, 2**30
 # arXiv 2205.05198: GPT-3 175B, one sample, tp=8, bytes of activations of one layer and of all 96.
 HEADS, LENGTH, WIDTH, LAYERS, TP = 96, 2048, 12288, 96, 8
-PER_LAYER = {"none": 2736, "tp": 552, "tp+sp": 342, "tp+sp+selective": 102, "full": 48}
-ALL_LAYERS = {"none": 256.5, "tp": 51.75, "tp+sp": 32.0625, "tp+sp+selective": 9.5625, "full": 4.5}
+PER_LAYER = {"none": 2736, "tp": 552, "tp+sp": 342, "tp+sp+attention": 102, "full": 48}
+ALL_LAYERS = {"none": 256.5, "tp": 51.75, "tp+sp": 32.0625, "tp+sp+attention": 9.5625, "full": 4.5}
 SETTINGS = {
     "none": Setting(1, 1, 1, 1, False, "none"),
     "tp": Setting(1, TP, 1, 1, False, "none"),
     "tp+sp": Setting(1, TP, 1, 1, True, "none"),
-    "tp+sp+selective": Setting(1, TP, 1, 1, True, "selective"),
+    "tp+sp+attention": Setting(1, TP, 1, 1, True, "attention"),
     "full": Setting(1, 1, 1, 1, False, "full"),
 }
 
@@ -64,7 +64,7 @@ def test_activations_of_gpt3_from_the_formulas() -> None:
         "none": s * h * (34 + 5 * a * s / h),
         "tp": s * h * (10 + 24 / TP + 5 * a * s / (h * TP)),
         "tp+sp": s * h / TP * (34 + 5 * a * s / h),
-        "tp+sp+selective": 34 * s * h / TP,
+        "tp+sp+attention": 34 * s * h / TP,
         "full": 2 * s * h,
     }
     assert {name: value / MIB for name, value in values.items()} == PER_LAYER

@@ -19,6 +19,8 @@ def test_a_plan_is_read_and_written_back() -> None:
         "dp=8,ep=4",
         "cp=2,context=ulysses",
         "recompute=*.mlp+*.attention",
+        "dp=2,recompute=attention",
+        "dp=2,recompute=auto:12GiB",
         "dp=2,zero=3,offload",
         "dp=8,zero=2,shard=4",
     ):
@@ -36,8 +38,11 @@ def test_lists_are_kept_as_values() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"recompute": None}, "recompute=None; expected none, selective, full, or a list"),
+        ({"recompute": None}, "recompute=None; expected none, selective, attention, full, auto:12GiB, or a list"),
         ({"recompute": []}, "expected a list of module patterns"),
+        ({"recompute": "auto"}, "recompute=auto; expected the memory that a rank may need: recompute=auto:12GiB"),
+        ({"recompute": "auto:12"}, "recompute=auto:12; expected the memory that a rank may need"),
+        ({"recompute": "auto:0GiB"}, "expected the memory that a rank may need"),
         ({"recompute": [3]}, "expected a list of module patterns"),
         ({"pp": 2, "boundaries": 3}, "boundaries=3; expected a list of the first block"),
         ({"zero": True}, "zero=True; expected 0, 1, 2 or 3"),

@@ -10,7 +10,8 @@ context/              sequence and context parallelism: sharded tokens, ring and
 expert/               expert parallelism
 pipeline/             pipeline parallelism
 loss/                 the loss of the global batch, from losses of its parts
-recompute, precision  activation recomputation; half precision
+recompute, selective  activation recomputation: of modules and attention; of single ops
+precision             half precision
 master_weights        bfloat16 parameters: float32 copies, or steps that are rounded without them
 checks/               what cannot be right, refused before ranks communicate
 meta/                 models without memory, and their values where a rank needs them

@@ -38,7 +38,7 @@ from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.split import StageSplit, require_stages, split
 from unisono.parallel.pipeline.tied import TiedGradients
 from unisono.parallel.precision import FULL, Precision, accumulate_in_float32
-from unisono.parallel.recompute import is_recomputed, recompute
+from unisono.parallel.recompute import recompute, runs_again
 from unisono.parallel.share import BatchDim, first_batch_size, share, shares
 from unisono.parallel.tensor.head_width import HeadWidth
 from unisono.parallel.tensor.tensor_parallel import tensor_parallelize
@@ -208,7 +208,7 @@ def compose(made: Composition) -> Trainer:
             mesh.comm("pp"),
             trainer.pipeline_loss,
             around=trainer.around,
-            split_backward=not is_recomputed(model) and plan.zero < 3,
+            split_backward=not runs_again(model) and plan.zero < 3,
         )
         trainer.tied = TiedGradients(made.stages.tied, mesh.comm("pp"))
         for stage in made.stages.stages:

@@ -1,17 +1,17 @@
-"""Recomputation: forget activations in the forward pass and compute them again in the backward pass.
-
-Of a recomputed region only the inputs are kept; the price is to run it once more.
+"""Recomputation: drop activations in the forward pass and compute them again in the backward pass.
 
     none        nothing
-    selective   attention's core, F.scaled_dot_product_attention: little work to repeat, and where it makes a matrix
-                of queries by keys, most of the memory
+    selective   in every block, what is cheap to compute again: norms, activation functions, casts (selective.py)
+    attention   attention's core, F.scaled_dot_product_attention: little work to repeat, and where it makes a matrix
+                of queries by keys, most of the memory. Fused attention makes none, and then this only costs time
     full        every block of the model: about a third more work, and only one tensor a block is kept
     patterns    the modules whose names match, such as ("*.mlp", "encoder.*")
 
-The second run must give exactly what the first gave. Random numbers are drawn again as they were: torch's generators
-are put back, and a RandomState knows a repeated draw by that. Modes that change what torch's functions do (a default
-device, a proof in float64) are on again, which in a backward they are not otherwise. Buffers that a forward changes,
-such as the running statistics of BatchNorm, change once: the second run works on copies.
+Attention, full and patterns run code again (torch.utils.checkpoint), from inputs that are kept. The second run must
+give exactly what the first gave. Random numbers are drawn again as they were: torch's generators are put back, and a
+RandomState knows a repeated draw by that. Modes that change what torch's functions do (a default device, a proof in
+float64) are on again, which in a backward they are not otherwise. Buffers that a forward changes, such as the running
+statistics of BatchNorm, change once: the second run works on copies.
 
 Modules are changed in place and keep their names, so recomputation composes with whatever else is done to them.
 """
@@ -36,19 +36,25 @@ from unisono.parallel.autograd_collectives import require_eager
 from unisono.parallel.blocks import find_blocks
 from unisono.parallel.context import sharded_attention
 from unisono.parallel.context.sharded_attention import ShardedAttention
+from unisono.parallel.selective import run_selectively
 from unisono.plan.plan import RECOMPUTE
-from unisono.torch_compat import function_modes
+from unisono.torch_compat import function_modes, is_functorch_wrapped
 from unisono.torch_patches import attention
 
 _MARK = "unisono_recomputed"
 
 
 def recompute(model: nn.Module, what: str | Sequence[str] = "full") -> nn.Module:
-    """Recompute parts of the model in its backward pass: none, selective, full, or module names with wildcards."""
+    """Recompute parts of the model in its backward pass: none, selective, attention, full, or module names with
+    wildcards."""
     if what == "none":
         return model
-    if what == "selective":
+    if what == "attention":
         return _wrap(model, partial(_with_core_recomputed, model.forward))
+    if what == "selective":
+        for module in _regions(model):
+            _wrap(module, partial(_selective, module.forward))
+        return model
     for name in recomputed_modules(model, what):
         module = model.get_submodule(name)
         _wrap(module, partial(_recomputed, module, module.forward))
@@ -65,9 +71,17 @@ def recomputed_modules(model: nn.Module, what: str | Sequence[str]) -> list[str]
     return _matching(model, what)
 
 
-def is_recomputed(model: nn.Module) -> bool:
-    """Whether anything in the model is recomputed."""
-    return any(_MARK in vars(module) for module in model.modules())
+def runs_again(model: nn.Module) -> bool:
+    """Whether the backward runs modules, or attention, a second time."""
+    return any(vars(module).get(_MARK) == "again" for module in model.modules())
+
+
+def _regions(model: nn.Module) -> list[nn.Module]:
+    """The blocks; the full model where it has no list of them."""
+    try:
+        return list(dict.fromkeys(find_blocks(model).modules))
+    except UsageError:
+        return [model]
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -84,12 +98,18 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     return [name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
 
 
-def _wrap(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
+def _wrap(module: nn.Module, forward: partial[Any]) -> nn.Module:
     if _MARK in vars(module):
         raise UsageError(f"recompute: a {type(module).__name__} would be recomputed twice; call recompute once")
     module.forward = wraps(module.forward)(forward)
-    setattr(module, _MARK, True)
+    setattr(module, _MARK, "again" if forward.func is not _selective else "ops")
     return module
+
+
+def _selective(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled() or any(map(_is_transformed, args)):
+        return forward(*args, **kwargs)
+    return run_selectively(forward, *args, **kwargs)
 
 
 def _recomputed(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -123,6 +143,11 @@ def _checkpointed(module: nn.Module | None, function: Callable[..., Any], *args:
         # Without memory (simulate/), a tensor may report another device when it is computed again.
         determinism_check="none" if any(map(_is_meta, (*args, *held))) else "default",
     )
+
+
+def _is_transformed(value: Any) -> bool:
+    """Whether a transform of torch.func is at work, in which tensors are not known by their memory."""
+    return isinstance(value, torch.Tensor) and is_functorch_wrapped(value)
 
 
 def _is_meta(value: Any) -> bool:

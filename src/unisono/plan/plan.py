@@ -6,6 +6,7 @@ plan = Plan.parse("dp=2,tp=2,pp=2,zero=1,sp,microbatches=8,schedule=1f1b")     #
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
@@ -22,7 +23,10 @@ COPIES = "replica"
 DATA = (COPIES, "dp", "ep")  # together the data axis: every rank along it has other samples
 REPLICAS = (COPIES, "dp", "ep", "cp")  # ranks along these hold the same dense parameters
 
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = ("none", "selective", "attention", "full")
+RUN_ONCE = ("none", "selective", "attention")  # of these, those under which the code of every module runs once
+_AUTO = "auto:"  # recompute=auto:12GiB: the fastest of RECOMPUTE with which a rank needs no more than that
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)")
 CONTEXT = ("ring", "ulysses")
 
 # Words of a plan string that differ from the field's name.
@@ -42,7 +46,7 @@ class Plan:
     shard: int = 0  # over how many data ranks ZeRO shards, each such group having all (HSDP); 0: over all of them
     sequence: bool = False  # between tensor-parallel layers, activations are sharded along the sequence
     context: str = "ring"  # how attention crosses cp: ring or ulysses
-    recompute: str | tuple[str, ...] = "none"  # none, selective, full, or module patterns
+    recompute: str | tuple[str, ...] = "none"  # none, selective, attention, full, auto:12GiB, or module patterns
     microbatches: int = 1  # the batch is split into this many, one after the other
     schedule: str = "1f1b"  # of the pipeline
     chunks: int = 1  # stages a rank holds (interleaved, zbv)
@@ -95,9 +99,10 @@ class Plan:
 
     def _check_recompute(self) -> None:
         if isinstance(self.recompute, str):
-            _one_of("recompute", self.recompute, RECOMPUTE)
+            if self.memory_limit is None:
+                _one_of("recompute", self.recompute, (*RECOMPUTE, "auto:12GiB"))
             return
-        self._as_tuple("recompute", "none, selective, full, or a list of module patterns")
+        self._as_tuple("recompute", "none, selective, attention, full, auto:12GiB, or a list of module patterns")
         if not self.recompute or not all(isinstance(each, str) and each for each in self.recompute):
             raise UsageError(f"plan: recompute={self.recompute!r}; expected a list of module patterns: ['*.mlp']")
 
@@ -156,6 +161,20 @@ class Plan:
         return self.dp * self.tp * self.pp * self.cp
 
     @property
+    def memory_limit(self) -> float | None:
+        """Bytes that a rank may need, where recompute=auto:... is to be chosen by them."""
+        if not isinstance(self.recompute, str) or not self.recompute.startswith(_AUTO[:-1]):
+            return None
+        found = _BYTES.fullmatch(self.recompute.removeprefix(_AUTO))
+        if found is None or not float(found[1]):
+            raise UsageError(
+                f"plan: recompute={self.recompute}; expected the memory that a rank may need: recompute=auto:12GiB"
+            )
+        unit = found[2]
+        base = 1024 if "i" in unit else 1000
+        return float(found[1]) * base ** "BKMGT".index(unit[0])
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The sizes of `AXES`."""
         return (self.pp, self.copies, self.dp // self.copies // self.ep, self.ep, self.cp, self.tp)
@@ -206,6 +225,6 @@ def _value(text: str, key: str, value: str, has_value: bool, default: Any) -> An
         if not all(word.isdigit() for word in words):
             raise UsageError(f"plan {text!r}: boundaries={value}; expected the first block of each stage: 0+6+12")
         return tuple(map(int, words))
-    if key == "recompute" and value not in RECOMPUTE:
+    if key == "recompute" and value not in RECOMPUTE and not value.startswith(_AUTO) and value != _AUTO[:-1]:
         return tuple(value.split("+"))
     return value

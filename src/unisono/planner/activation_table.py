@@ -43,7 +43,7 @@ class ActivationRow:
 
 
 def activation_rows(planner: Planner, ranks: int) -> list[ActivationRow]:
-    """One sample on one device, with tp over `ranks`, with sp, with selective and with full recomputation."""
+    """One sample on one device, with tp over `ranks`, with sp, and with recomputation of attention or of everything."""
     profile = planner.profile
     if not profile.blocks:
         raise UsageError(f"--activations: {profile.name} has no repeated blocks, whose layers could be distinguished")
@@ -53,7 +53,7 @@ def activation_rows(planner: Planner, ranks: int) -> list[ActivationRow]:
         if refusal:
             raise UsageError(f"--activations with --devices {ranks}: {refusal}")
         shared = Plan(tp=ranks, sequence=True)
-        plans += [Plan(tp=ranks), shared, shared.but(recompute="selective")]
+        plans += [Plan(tp=ranks), shared, shared.but(recompute="attention")]
     plans.append(Plan(recompute="full"))
     return [_row(profile, plan) for plan in plans]
 

@@ -44,6 +44,7 @@ def _alone(ranks: int) -> Iterator[Plan]:
     yield Plan(dp=ranks, microbatches=2)
     yield Plan(dp=ranks, recompute="full")
     yield Plan(dp=ranks, recompute="selective")
+    yield Plan(dp=ranks, recompute="attention")
     if ranks > 1:
         pipeline = Plan(pp=ranks, microbatches=2 * ranks)
         yield pipeline.but(microbatches=1, schedule="naive")

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+Memory = tuple[int, int]  # the storage of a tensor: a number that is its own, and its bytes
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -39,4 +41,4 @@ class Op:
     saved: int  # bytes that autograd keeps from here to the backward, and that no earlier op keeps
     path: str  # of the module that it runs in: "model.layers.0.mlp"
     line: str  # "model.py:42"
-    keeps: bool = False  # whether autograd keeps anything of it, new or not
+    saves: tuple[Memory, ...] = ()  # what autograd keeps of it, new or not

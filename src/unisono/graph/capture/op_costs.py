@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from unisono.graph.capture.op import Memory
 from unisono.graph.rules.call import OpCall, tensors_of
 
 META = torch.device("meta")
@@ -21,7 +22,8 @@ class NodeCost:
     flops: int = 0
     bytes_moved: int = 0
     saved: int = 0
-    keeps: bool = False  # anything for the backward, whoever else keeps it
+    saves: list[Memory] = field(default_factory=list)  # for the backward, whoever else keeps it
+    results: tuple[Memory, ...] = ()
     tracked: bool = False  # whether its result has a gradient
 
 
@@ -43,15 +45,21 @@ class _NodeCosts:
     weights: dict[str, NodeCost] = field(default_factory=dict)
     values: dict[fx.Node, Any] = field(default_factory=dict)
     kept: dict[int, Any] = field(default_factory=dict)  # storages by address; held, so that addresses stay theirs
+    seen: dict[int, Any] = field(default_factory=dict)
     now: NodeCost = field(default_factory=NodeCost)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.now.keeps = True
         storage = tensor.untyped_storage()
+        self.now.saves.append(self._memory(tensor))
         if storage._cdata not in self.kept:
             self.kept[storage._cdata] = storage
             self.now.saved += storage.nbytes()
         return tensor
+
+    def _memory(self, tensor: torch.Tensor) -> Memory:
+        storage = tensor.untyped_storage()
+        self.seen[storage._cdata] = storage
+        return storage._cdata, storage.nbytes()
 
     def run(self, node: fx.Node) -> None:
         self.now = self.weights[node.name] = NodeCost()
@@ -62,6 +70,7 @@ class _NodeCosts:
             result = self._call(node, args, kwargs)
             self.values[node] = result
             self._weigh(node, tensors_of(result))
+        self.now.results = tuple(map(self._memory, tensors_of(self.values.get(node))))
         self.now.tracked = any(t.requires_grad for t in tensors_of(self.values.get(node)))
         for used in node.all_input_nodes:
             if all(self._done(user) for user in used.users):

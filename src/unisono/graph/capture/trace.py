@@ -29,7 +29,7 @@ from unisono.graph.capture.channel_dropout import channel_dropout_decomposed
 from unisono.graph.capture.export import captured
 from unisono.graph.capture.functionalize import clean
 from unisono.graph.capture.module_state import lost_state
-from unisono.graph.capture.op import Op, TensorSpec
+from unisono.graph.capture.op import Memory, Op, TensorSpec
 from unisono.graph.capture.op_costs import weigh
 from unisono.graph.capture.rng_use import RngUse
 from unisono.graph.capture.source import assigning_line, line_of, path_of
@@ -66,6 +66,7 @@ class Trace:
     changed: dict[str, str] = field(default_factory=dict)  # buffer's placeholder -> node of its value afterwards
     tracked: frozenset[str] = frozenset()  # nodes whose tensors have gradients
     specs: dict[str, tuple[TensorSpec, ...]] = field(default_factory=dict)  # of every node
+    memory: dict[str, tuple[Memory, ...]] = field(default_factory=dict)  # of every node
 
     packed_slices: dict[str, PackedSlice] = field(
         default_factory=dict
@@ -389,7 +390,7 @@ def _assembled(
             weight, given = weights[node.name], tuple(used.name for used in OpCall(node).tensors)
             ops.append(
                 Op(node.name, node.target, node, given, specs[node.name], weight.flops, weight.bytes_moved,
-                   weight.saved, path_of(node, "model"), line_of(node), weight.keeps)
+                   weight.saved, path_of(node, "model"), line_of(node), tuple(weight.saves))
             )  # fmt: skip
     output = nodes["output"].args[0]
     return Trace(
@@ -405,5 +406,6 @@ def _assembled(
         changed={n.name: n.meta["changed_to"].name for n in graph.nodes if "changed_to" in n.meta},
         tracked=frozenset(name for name, weight in weights.items() if weight.tracked),
         specs=specs,
+        memory={name: weight.results for name, weight in weights.items()},
         marks=marks,
     )

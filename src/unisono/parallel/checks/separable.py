@@ -14,7 +14,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from unisono.errors import UsageError
-from unisono.plan.plan import Plan
+from unisono.plan.plan import RUN_ONCE, Plan
 
 _RANDOM = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
@@ -24,7 +24,7 @@ def require_separable(model: nn.Module, plan: Plan) -> None:
     is_sharded = plan.dp * plan.microbatches > 1
     if plan.world * plan.microbatches > 1:
         _require_no_gradient_hooks(model)
-    is_recomputed = plan.recompute not in ("none", "selective")
+    is_recomputed = plan.recompute not in RUN_ONCE
     for name, module in model.named_modules():
         called = f"{name or 'the model'} ({type(module).__name__})"
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -49,7 +49,7 @@ def require_separable(model: nn.Module, plan: Plan) -> None:
         if _iterates(module) and (plan.microbatches > 1 or is_recomputed):
             raise UsageError(
                 f"{called} has a spectral norm that goes on in every forward pass, and microbatches or recomputation "
-                "make more of them than one device does; use microbatches=1 and recompute=none or selective"
+                "make more of them than one device does; use microbatches=1 and recompute=none, selective or attention"
             )
 
 

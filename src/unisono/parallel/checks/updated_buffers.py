@@ -28,7 +28,7 @@ from unisono.parallel.meta.meta_tensors import meta_copy, to_meta
 from unisono.parallel.meta.shapes import KnownShapes
 from unisono.parallel.recompute import recomputed_modules
 from unisono.parallel.share import BatchDim, batch_slice, first_batch_size
-from unisono.plan.plan import Plan
+from unisono.plan.plan import RUN_ONCE, Plan
 from unisono.torch_compat import TorchDispatchMode
 
 _KNOWN = (_NormBase, MoE)  # modules whose buffers are kept right, or refused, elsewhere
@@ -50,12 +50,13 @@ def require_steady_buffers(model: nn.Module, plan: Plan, example: tuple[Any, Any
         if plan.microbatches > 1 or any(name.startswith(f"{module}.") for module in recomputed):
             raise UsageError(
                 f"the forward pass updates the buffer {name}, and microbatches or recomputation make more passes than "
-                "one device does; use microbatches=1 and recompute=none or selective, or update it in the training loop"
+                "one device does; use microbatches=1 and recompute=none, selective or attention, or update it in the "
+                "training loop"
             )
 
 
 def _recomputed(model: nn.Module, plan: Plan) -> Sequence[str]:
-    return () if plan.recompute in ("none", "selective") else recomputed_modules(model, plan.recompute)
+    return () if plan.recompute in RUN_ONCE else recomputed_modules(model, plan.recompute)
 
 
 def _updatable(model: nn.Module) -> Iterator[str]:

@@ -124,21 +124,29 @@ def saved_by(profile: ModelProfile, segment: Segment, setting: Setting) -> float
     """What a segment keeps of one microbatch between its forward and its backward."""
     if setting.recompute == "full" and segment.in_blocks:
         return hidden_bytes(profile, setting)
-    return kept_by_ops(profile, segment, setting, core=setting.recompute != "selective")
-
-
-def kept_by_ops(profile: ModelProfile, segment: Segment, setting: Setting, *, core: bool = True) -> float:
-    """The same without full recomputation; `core`: with what attention's core keeps."""
     kept = segment.saved
     outside = setting.outside(segment)
-    sharded, replicated = kept["sharded"], kept["replicated"]
-    if core:
+    sharded, replicated, gathered = kept["sharded"], kept["replicated"], kept["gathered"]
+    if setting.recompute != "attention":
         sharded += kept["core_sharded"]
         replicated += kept["core_replicated"]
     if setting.tp > 1:
         sharded += kept["under_tp"]
-    gathered = kept["gathered"] / (setting.cp if profile.keeps_gathered else outside)
+    if _is_selective(segment, setting):
+        sharded -= segment.freed["sharded"]
+        replicated -= segment.freed["replicated"]
+        gathered -= segment.freed["gathered"] if _drops_gathered(setting) else 0.0
+    gathered /= setting.cp if profile.keeps_gathered else outside
     return setting.samples * (sharded / setting.tp / setting.cp + replicated / outside + gathered)
+
+
+def _is_selective(segment: Segment, setting: Setting) -> bool:
+    return setting.recompute == "selective" and segment.in_blocks
+
+
+def _drops_gathered(setting: Setting) -> bool:
+    """With sp a collective gives what a column-parallel layer is given, and these are not repeated."""
+    return not setting.sequence or setting.tp == 1
 
 
 def high_water(profile: ModelProfile, segment: Segment, setting: Setting) -> float:
@@ -147,22 +155,41 @@ def high_water(profile: ModelProfile, segment: Segment, setting: Setting) -> flo
     kept = highest = 0.0
     for work in segment.ops:
         kept += _kept_by_op(profile, segment, work, setting)
-        core = 0.0
-        if work.is_core and setting.recompute == "selective":  # computed again
-            core = work.core_saved * setting.samples / setting.cp / (setting.tp if work.is_sharded else 1)
-        highest = max(highest, kept + core + _held_by_op(segment, work, setting))
+        again = 0.0  # what is computed again
+        if setting.recompute == "attention":
+            again = work.core_saved / setting.cp / (setting.tp if work.is_sharded else 1)
+        elif _is_selective(segment, setting):
+            again = _dropped_by_op(profile, segment, work, setting)
+        highest = max(highest, kept + again * setting.samples + _held_by_op(segment, work, setting))
     return highest
 
 
 def _kept_by_op(profile: ModelProfile, segment: Segment, work: OpCost, setting: Setting) -> float:
-    saved = work.saved - (work.core_saved if setting.recompute == "selective" else 0.0)
-    divided = {
-        "sharded": setting.tp * setting.cp,
-        "replicated": setting.outside(segment),
-        "gathered": setting.cp if profile.keeps_gathered else setting.outside(segment),
-    }
-    under_tp = work.tp_saved / setting.tp / setting.cp if setting.tp > 1 else 0.0
-    return setting.samples * (saved / divided[work.saved_is] + under_tp)
+    saved = work.saved - (work.core_saved if setting.recompute == "attention" else 0.0)
+    kept = saved / _divisor(profile, segment, work.saved_is, setting)
+    if _is_selective(segment, setting):
+        kept -= _dropped_by_op(profile, segment, work, setting)
+        where = "sharded" if work.is_sharded else "replicated"
+        kept += work.kept_instead / _divisor(profile, segment, where, setting)
+    if setting.tp > 1:
+        kept += work.tp_saved / setting.tp / setting.cp
+    return setting.samples * kept
+
+
+def _dropped_by_op(profile: ModelProfile, segment: Segment, work: OpCost, setting: Setting) -> float:
+    """By selective recomputation, of one sample."""
+    if work.saved_is == "gathered" and not _drops_gathered(setting):
+        return 0.0
+    return work.dropped / _divisor(profile, segment, work.saved_is, setting)
+
+
+def _divisor(profile: ModelProfile, segment: Segment, saved_is: str, setting: Setting) -> float:
+    """What divides that which is kept: sharded, replicated or gathered."""
+    if saved_is == "sharded":
+        return setting.tp * setting.cp
+    if saved_is == "gathered" and profile.keeps_gathered:
+        return setting.cp
+    return setting.outside(segment)
 
 
 def _held_by_op(segment: Segment, work: OpCost, setting: Setting) -> float:

@@ -80,7 +80,8 @@ class TimeModel:
         for number, work in enumerate(segment.ops):
             forward, inputs, weights, launch_forward, launch_backward = self.op_timer.op(work, segment, setting)
             again = is_again and number < last
-            if again or (setting.recompute == "selective" and work.is_core):
+            again = again or (setting.recompute == "attention" and work.is_core)
+            if again or (setting.recompute == "selective" and work.is_repeated):
                 inputs += forward
                 launch_backward += launch_forward
             total = total.plus(

@@ -14,10 +14,11 @@ from math import prod
 import torch
 
 from unisono.errors import UsageError
-from unisono.graph.capture.op import Op, TensorSpec
+from unisono.graph.capture.op import Memory, Op, TensorSpec
 from unisono.graph.capture.trace import Trace
 from unisono.plan.profile.backward import held_by_ops, is_view, moved_back
 from unisono.plan.profile.model_profile import ModelProfile, OpCost, OptimizerState, Segment, Weight
+from unisono.plan.profile.selective import Value, choose, is_cheap
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ def read(trace: Trace, subject: Subject) -> ModelProfile:
     for op in trace.ops:
         reader.take(op)
     reader.look_back()
+    reader.select()
     return reader.profile()
 
 
@@ -219,6 +221,25 @@ class _TraceReader:
                 for work in part.ops
             ]
 
+    def select(self) -> None:
+        """Tell the ops of blocks what recompute=selective drops, keeps instead and runs again."""
+        samples = self.subject.samples
+        savers: dict[int, str] = {}  # of each storage: the first op that saves it
+        for op in self.trace.ops:
+            for number, _ in op.saves:
+                savers.setdefault(number, op.name)
+        for part in self.parts[1 : self.subject.count + 1]:
+            found = _Selection(self.trace, [self.makers[work.name] for work in part.ops], savers)
+            part.ops = [
+                replace(
+                    work,
+                    is_repeated=work.name in found.repeated,
+                    dropped=found.dropped.get(work.name, 0) / samples,
+                    kept_instead=found.kept_instead.get(work.name, 0) / samples,
+                )
+                for work in part.ops
+            ]
+
     def _argument(self, op: Op, index: int, name: str, default: float) -> float:
         value = op.node.args[index] if len(op.node.args) > index else op.node.kwargs.get(name, default)
         return float(value) if isinstance(value, int | float) else default
@@ -285,6 +306,50 @@ class _TraceReader:
                    tuple(replace(weight, name="") for weight in segment.weights))  # fmt: skip
             made.append(first.setdefault(key, segment))
         return made
+
+
+class _Selection:
+    """What selective recomputation does with the ops of a block: the policy that runs, on the memory of a trace."""
+
+    def __init__(self, trace: Trace, ops: list[Op], savers: Mapping[int, str]) -> None:
+        self.repeated: set[str] = set()  # ops, by name
+        self.dropped: dict[str, int] = {}  # bytes, by the op that saves them
+        self.kept_instead: dict[str, int] = {}  # bytes, by the op that reads them
+        values: dict[int, Value] = {}
+        makers: dict[Value, str] = {}
+
+        def of(memory: Memory) -> Value:
+            return values.setdefault(memory[0], Value(memory[1]))
+
+        for op in ops:
+            given = [memory for name in op.inputs for memory in trace.memory[name]]
+            known = {number for number, _ in given}
+            inputs = [of(memory) for memory in given]
+            fresh = [memory for memory in trace.memory[op.name] if memory[0] not in known]
+            if is_cheap(op.target):
+                for number, size in fresh:
+                    values[number] = Value(size, inputs, op.bytes_moved)
+                    makers[values[number]] = op.name
+            for memory in op.saves:
+                of(memory).is_saved = True
+        choose(values.values())
+        for number, value in values.items():
+            if value.is_dropped:
+                self._repeat(value, makers)
+                saver = savers[number]
+                self.dropped[saver] = self.dropped.get(saver, 0) + value.nbytes
+
+    def _repeat(self, value: Value, makers: Mapping[Value, str]) -> None:
+        name = makers[value]
+        if name in self.repeated:
+            return
+        self.repeated.add(name)
+        for given in value.inputs:
+            if given.is_source and not given.is_saved:
+                self.kept_instead[name] = self.kept_instead.get(name, 0) + given.nbytes
+                given.is_saved = True  # counts once
+            elif given in makers and not given.is_kept:
+                self._repeat(given, makers)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -35,8 +35,11 @@ class OpCost:
     saved: float = 0.0  # bytes kept for the backward
     is_sharded: bool = False  # the tp ranks share the work
     saved_is: str = "replicated"  # sharded, replicated or gathered
-    is_core: bool = False  # of attention's core, which recompute=selective runs again
-    core_saved: float = 0.0  # of `saved`, what recompute=selective forgets
+    is_core: bool = False  # of attention's core, which recompute=attention runs again
+    core_saved: float = 0.0  # of `saved`, what recompute=attention drops
+    is_repeated: bool = False  # run again under recompute=selective
+    dropped: float = 0.0  # of `saved`, what recompute=selective drops
+    kept_instead: float = 0.0  # bytes that recompute=selective keeps to compute this op's result from
     is_expert: bool = False
     calls: int = 1  # kernels that it stands for
     held_sharded: float = 0.0  # bytes of activations' gradients that are alive in its backward, of what tp shards
@@ -81,8 +84,8 @@ class Segment:
 
     @cached_property
     def saved(self) -> dict[str, float]:
-        """Bytes kept for one sample: sharded, replicated, gathered; core_sharded, core_replicated, which selective
-        recomputation frees; and what is kept in addition under tp."""
+        """Bytes kept for one sample: sharded, replicated, gathered; core_sharded, core_replicated, which
+        recompute=attention frees; and what is kept in addition under tp."""
         kinds = ("sharded", "replicated", "gathered", "core_sharded", "core_replicated", "under_tp")
         kept = dict.fromkeys(kinds, 0.0)
         for work in self.ops:
@@ -90,6 +93,15 @@ class Segment:
             kept[work.saved_is] += work.saved - work.core_saved
             kept["core_sharded" if work.is_sharded else "core_replicated"] += work.core_saved
         return kept
+
+    @cached_property
+    def freed(self) -> dict[str, float]:
+        """Of these, bytes that recompute=selective frees, less what it keeps instead."""
+        freed = dict.fromkeys(("sharded", "replicated", "gathered"), 0.0)
+        for work in self.ops:
+            freed[work.saved_is] += work.dropped
+            freed["sharded" if work.is_sharded else "replicated"] -= work.kept_instead
+        return freed
 
     @cached_property
     def numel(self) -> int:
@@ -138,6 +150,11 @@ class ModelProfile:
     def _ends(self) -> tuple[Weight, ...]:
         """Outside the blocks, each name once."""
         return tuple({weight.name: weight for end in (self.before, self.after) for weight in end.weights}.values())
+
+    @cached_property
+    def has_scores(self) -> bool:
+        """Whether attention keeps matrices of queries by keys, which recompute=attention frees."""
+        return any(work.is_core and work.kind != "attention" for block in set(self.blocks) for work in block.ops)
 
     @cached_property
     def has_bare_blocks(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from unisono.errors import UsageError
-from unisono.plan.plan import Plan
+from unisono.plan.plan import RECOMPUTE, Plan
 from unisono.plan.profile.model_profile import ModelProfile
 from unisono.plan.search.partition import chunks_of
 
@@ -36,7 +36,9 @@ def _changes(plan: Plan, profile: ModelProfile) -> Iterator[tuple[str, dict[str,
                 yield f"ep={ep}", {"ep": ep}
     for zero in (0, 1, 2, 3):
         yield f"zero={zero}", {"zero": zero}
-    for recompute in ("none", "selective", "full"):
+    for recompute in RECOMPUTE:
+        if recompute == "attention" and not profile.has_scores:
+            continue
         yield f"recompute={recompute}", {"recompute": recompute}
     if plan.tp > 1:
         yield ("without sp" if plan.sequence else "sp"), {"sequence": not plan.sequence}

@@ -24,7 +24,7 @@ from unisono.plan.cost.memory import Footprint, MemoryModel
 from unisono.plan.cost.time import Duration, TimeModel
 from unisono.plan.format import shortfall
 from unisono.plan.hardware.spec import Hardware
-from unisono.plan.plan import Plan
+from unisono.plan.plan import RECOMPUTE, Plan
 from unisono.plan.profile.model_profile import ModelProfile, Segment
 from unisono.plan.profile.stages import Stages
 from unisono.plan.schedules.schedule import SPLIT
@@ -37,7 +37,6 @@ WITHIN = 1.1  # times the fastest plan so far: what takes longer than that is no
 TIE = 0.005  # share of a step by which plans differ that are called as fast
 _TELLING = 0.002  # share of a step that boundaries must save to be written down
 _FEWEST_TOKENS = 128  # of a sequence on a rank, where more than two share it
-_RECOMPUTE = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -279,12 +278,12 @@ class Search:
         """The plan with each stage of ZeRO and the least recomputation that fits, and the bytes that each needs."""
         zeros = [0, 1, 2, 3] if plan.dp * plan.cp > 1 else [0]
         again = (
-            [each for each in _RECOMPUTE if each != "selective" or self._has_core]
+            [each for each in RECOMPUTE if each != "attention" or self.profile.has_scores]
             if self.profile.blocks and self.profile.recomputes
             else ["none"]
         )
-        if plan.schedule in SPLIT:  # a backward that computes again is not done in halves, nor that of ZeRO 3
-            zeros, again = zeros[:3], [each for each in again if each != "full"]
+        if plan.schedule in SPLIT:  # a backward that runs modules again is not done in halves, nor that of ZeRO 3
+            zeros, again = zeros[:3], [each for each in again if each in ("none", "selective")]
         smallest = plan.but(zero=zeros[-1], recompute=again[-1])
         needs = self._needs(smallest)
         if needs > self.hardware.usable_memory:
@@ -299,10 +298,6 @@ class Search:
                     if zero >= 1 and recompute == "none":
                         return
                     break
-
-    @cached_property
-    def _has_core(self) -> bool:
-        return any(work.is_core for block in set(self.profile.blocks) for work in block.ops)
 
     def _nothing_fits(self, considered: int, smallest: tuple[float, Plan] | None) -> str:
         if smallest is None:

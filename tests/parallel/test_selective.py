@@ -1,0 +1,229 @@
+"""recompute=selective: the same gradients bit for bit, a third less activations, no module or collective run twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import unisono as uni
+from tests.parallel.live import Allocated
+from tests.ranks import RankPool
+from unisono.comm import traffic
+from unisono.errors import UsageError
+from unisono.parallel.recompute import recompute
+from unisono.plan.cost.memory import saved_by
+from unisono.plan.hardware.toml import read_hardware
+from unisono.plan.profile.model_profile import Setting
+from unisono.planner.planner import Planner
+from unisono.torch_compat import TorchDispatchMode
+
+SAMPLES, LENGTH, LAYERS = 2, 32, 3
+TOKENS = torch.randint(64, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def _llama(dtype: torch.dtype = torch.float32, key_value_heads: int = 4) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=176, num_hidden_layers=LAYERS, num_attention_heads=4, vocab_size=64,
+        num_key_value_heads=key_value_heads, max_position_embeddings=64, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def _loss(model: nn.Module) -> torch.Tensor:
+    with torch.backends.mkldnn.flags(enabled=next(model.parameters()).dtype == torch.float32):
+        logits = model(TOKENS).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), TOKENS[:, 1:].flatten())
+
+
+def _kept(model: nn.Module) -> int:
+    """Bytes between forward and backward."""
+    with Allocated() as allocated:
+        loss = _loss(model)
+    kept = allocated.alive
+    loss.backward()
+    del loss
+    assert allocated.alive == 0
+    return kept
+
+
+@pytest.mark.parametrize("key_value_heads", [4, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_llama_keeps_less_than_70_percent(dtype: torch.dtype, key_value_heads: int) -> None:
+    plain, model = _llama(dtype, key_value_heads), recompute(_llama(dtype, key_value_heads), "selective")
+    assert _kept(model) <= 0.7 * _kept(plain)
+    for (name, one), two in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(one.grad, two.grad), name  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_memory_model_knows_what_is_kept(dtype: torch.dtype) -> None:
+    task = uni.Task(
+        lambda: _llama(dtype),
+        lambda out, targets: F.cross_entropy(out.logits[:, :-1].flatten(0, 1).float(), targets[:, 1:].flatten()),
+        lambda parameters: torch.optim.AdamW(parameters),
+        lambda step: (TOKENS, TOKENS),
+    )
+    profile = Planner(task, read_hardware("h100")).profile
+    none, selective = (
+        sum(saved_by(profile, block, Setting(SAMPLES, 1, 1, 1, False, way)) for block in profile.blocks)
+        for way in ("none", "selective")
+    )
+    measured = _kept(_llama(dtype)) - _kept(recompute(_llama(dtype), "selective"))
+    assert none - selective == pytest.approx(measured, rel=0.02)
+
+
+class _Ops(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counted[str(func._overloadpacket)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_products_and_attention_run_once() -> None:
+    counted = []
+    for way in ("none", "selective", "full"):
+        model = recompute(_llama(), way)
+        with _Ops() as ops:
+            _loss(model).backward()
+        counted.append(ops.counted)
+    none, selective, full = counted
+    attention = "aten._scaled_dot_product_flash_attention_for_cpu"
+    for op in ("aten.mm", attention, "aten.rsqrt", "aten.cat"):
+        assert none[op] == selective[op]
+    assert full[attention] == 2 * none[attention]
+    assert selective["aten.silu"] == 2 * none["aten.silu"] == 2 * LAYERS
+
+
+class Changing(nn.Module):
+    """Changes its tensors in place, as models do."""
+
+    def __init__(self, later: bool = False) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.later = later
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.later:
+            x = x * 1.0  # of this block alone
+            hidden = x.double().pow(2).mul(0.1).float()
+            out = hidden + self.down(F.relu_(self.up(self.norm(hidden))))
+            x += 1.0
+            return out
+        hidden = F.relu(self.up(self.norm(x)), inplace=True)
+        hidden = hidden * 2.0
+        hidden += 1.0
+        hidden = F.gelu(hidden).add_(torch.exp(-hidden))
+        x = x.clone()
+        x += self.down(hidden)
+        return x
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_tensors_that_change_in_place(later: bool) -> None:
+    gradients = []
+    x = torch.randn(3, 8)
+    for way in ("none", "selective"):
+        torch.manual_seed(0)
+        model = recompute(nn.Sequential(*(Changing(later) for _ in range(3))), way)
+        model(x).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(one, two) for one, two in zip(*gradients, strict=True))  # type: ignore[arg-type]
+
+
+class Float32Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return self.linear((wide * wide.pow(2).mean(-1, keepdim=True).rsqrt()).to(x.dtype))
+
+
+def test_a_change_after_the_block_is_an_error() -> None:
+    model = recompute(nn.Sequential(Float32Norm(), Float32Norm()), "selective")
+    x = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True) * 1.0
+    out = model[0](x)
+    x.add_(1.0)
+    with pytest.raises(UsageError, match="changed in place after the block"):
+        out.sum().backward()
+
+
+def test_a_graph_may_be_run_twice_and_differentiated() -> None:
+    found = []
+    for way in ("none", "selective"):
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(2)]
+        model = recompute(nn.Sequential(*blocks), way)
+        x = torch.randn(3, 8, requires_grad=True)
+        loss = model(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        (first,) = torch.autograd.grad(loss, x, create_graph=True)
+        first.square().sum().backward()
+        found.append([x.grad, *(p.grad for p in model.parameters())])
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+def test_hooks_around_the_model_get_what_is_kept() -> None:
+    packed: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor)
+        return tensor.clone()
+
+    plain, model = _llama(), recompute(_llama(), "selective")
+    _loss(plain).backward()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor.clone()):
+        _loss(model).backward()
+    kept = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in packed}
+    parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    activations = sum(size for storage, size in kept.items() if storage not in parameters)
+    assert activations <= 0.7 * _kept(_llama())
+    for (name, one), two in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(one.grad, two.grad), name  # type: ignore[arg-type]
+
+
+def test_a_model_without_blocks_is_one_region() -> None:
+    torch.manual_seed(0)
+    model = recompute(
+        nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.SiLU(), nn.Linear(8, 2)), "selective"
+    )
+    x = torch.randn(5, 8)
+    with _Ops() as ops:
+        model(x).square().sum().backward()
+    assert ops.counted["aten.silu"] == 2
+
+
+def test_collectives_are_not_issued_twice(pools: Callable[[str, int], RankPool]) -> None:
+    none, selective, full = pools("gloo", 2).run(_traffic)[0]
+    assert none == selective
+    assert sum(full.values()) > sum(none.values())
+
+
+def _traffic(comm: uni.Communicator) -> list[dict[str, int]]:
+    from tests.equivalence import tasks
+
+    found = []
+    for way in ("none", "selective", "full"):
+        task = tasks.gpt
+        trainer = uni.parallelize(
+            task.model, f"tp=2,sp,recompute={way}", loss=task.loss, optimizer=task.optimizer, rules=task.rules,
+            example=task.batch(0), check="off",
+        )  # fmt: skip
+        trainer.step(task.batch(0))
+        with traffic.counted() as seen:
+            trainer.step(task.batch(1))
+        found.append(dict(seen.calls))
+    return found
