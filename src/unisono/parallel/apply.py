@@ -48,7 +48,7 @@ from unisono.parallel.share import BatchDim, require_batch_dim
 from unisono.parallel.tensor.coverage import coverage
 from unisono.parallel.tensor.tensor_parallel import deriving_once, fitting_rules, require_shareable
 from unisono.parallel.trainer import Trainer, takes_closure
-from unisono.plan.plan import AXES, Plan
+from unisono.plan.plan import AXES, RECOMPUTE, Plan
 from unisono.plan.search.balance import checked
 
 Found = TypeVar("Found")
@@ -93,6 +93,11 @@ def parallelize(
     require_batch_dim(batch_dim)
     optimizer = _checked(optimizer)
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    if plan.memory_limit is not None:
+        raise UsageError(
+            f"recompute={plan.recompute} is chosen by uni.parallelize and uni.Engine; here, name one of "
+            f"{', '.join(RECOMPUTE)}"
+        )
     comm = world.world() if world.is_initialized() else world.init()
     plan.fit(comm.size)
     example = cloned(example)

@@ -81,6 +81,7 @@ class Trainer:
     scaler: LossScaler | None = None
     steps: int = 0
     note: str = ""  # why a model that a function builds was built in full on every rank, before it was sharded
+    chosen: str = ""  # which recomputation recompute=auto:... chose, and why
     proof: str = ""  # what was proved of the plan before the first step, or why nothing was
     coverage: str = ""  # how much of the parameters and FLOPs tp shards
     rules: Any = None  # how tp shards each layer, given or inferred

@@ -3,6 +3,7 @@
     planner           Planner: the profile of a task, and which plans it allows
     measure/          the hardware of this machine, measured and remembered
     auto              Engine(plan="auto"): search, replay and race; and predictions for a given plan
+    auto_recompute    recompute=auto:12GiB: the fastest recomputation that fits
     replay            the time of a step from real steps of every rank with simulated communication
     race              real steps under a few plans
     choice            a job, and a plan with its prediction

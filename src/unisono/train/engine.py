@@ -33,6 +33,7 @@ from unisono.parallel.share import BatchDim, Share, first_batch_size, require_ba
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import Plan
 from unisono.planner.auto import choose, prediction
+from unisono.planner.auto_recompute import resolve_recompute
 from unisono.planner.choice import Choice, Job
 from unisono.train import evaluation
 from unisono.train.callbacks import Callback
@@ -122,11 +123,14 @@ class Engine:
             return self
         _require_pair(example)
         self._example = example
+        chosen = ""
         if self._plan == "auto":
             plan = self._chosen(example).plan
         else:
             assert isinstance(self._plan, Plan)
             plan = _fitting(self._plan, self.comm.size)
+            plan, chosen = resolve_recompute(plan, self._job(example), self.device)
+            self._plan = plan
         if self.comm.rank == 0:  # before the plan shards the module in place
             self.program = StepProgram(self._job(example))
         self.trainer = parallelize(
@@ -140,6 +144,7 @@ class Engine:
             batch_dim=self._batch_dim,
             **self._options(),
         )
+        self.trainer.chosen = chosen
         if self._scheduler is not None:
             self.schedule = _require_scheduler(self._scheduler(self.trainer.optimizer))
         return self
@@ -163,6 +168,7 @@ class Engine:
                 raise UsageError("the engine has seen no batch yet: call prepare(example) with one")
             if not isinstance(self._plan, Plan):
                 return self._chosen(example)
+            self._plan, _ = resolve_recompute(self._plan, self._job(example), self.device)
             self.choice = prediction(self._plan, self._job(example), self.comm, self.device, self._options())
         return self.choice
 

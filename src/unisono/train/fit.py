@@ -120,6 +120,8 @@ class Fit:
         self._require_numbers()
         if self.options.progress:
             self._display.message(self.engine.predicted().summary())
+            if self.engine.ready.chosen:
+                self._display.message(self.engine.ready.chosen)
             if self.engine.ready.proof:
                 self._display.message(self.engine.ready.proof)
             if self.engine.ready.coverage:

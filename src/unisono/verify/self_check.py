@@ -19,7 +19,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from unisono.comm.communicator import Communicator
 from unisono.comm.rendezvous import world
@@ -44,12 +44,15 @@ from unisono.parallel.full_state import full_tensors_in
 from unisono.parallel.layout import layout_of
 from unisono.parallel.loss.loss import Loss
 from unisono.parallel.meta.meta_tensors import deep_copy
+from unisono.parallel.pipeline.layers import build_full
 from unisono.parallel.precision import Precision
-from unisono.parallel.share import Share, first_batch_size, first_samples, full_batch_of, share
+from unisono.parallel.share import BatchDim, Share, first_batch_size, first_samples, full_batch_of, share
 from unisono.parallel.task import Task
 from unisono.parallel.tensor.region import Region
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import DATA, Plan
+from unisono.planner.auto_recompute import resolve_recompute
+from unisono.planner.choice import Job
 from unisono.verify.fingerprint import (
     TOLERANCE,
     Deviation,
@@ -110,11 +113,14 @@ def parallelize(
     targets that have samples first, None for a tensor without samples, as in ({"x": 0, "edges": None}, 0).
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    plan, chosen = _with_recompute(plan, model, loss, optimizer, example, rules, clip, options.get("batch_dim", 0))
     precision = Precision.of(precision)
     given: dict[str, Any] = {"rules": rules, "clip": clip, "seed": seed, "dtype": dtype, "precision": precision}
     level = check_level(check)
     if level == "off" or not changes_anything(plan):
-        return apply.parallelize(model, plan, loss=loss, optimizer=optimizer, example=example, **given, **options)
+        trainer = apply.parallelize(model, plan, loss=loss, optimizer=optimizer, example=example, **given, **options)
+        trainer.chosen = chosen
+        return trainer
     proof = _Proof(plan, TrainingSetup(loss, optimizer, clip, seed, precision), level, {**given, **options})
     proof.make = model if callable(model) and not isinstance(model, nn.Module) else None
     first = example if example is None or dtype is None else _in_dtype(example, dtype)
@@ -129,12 +135,27 @@ def parallelize(
         **options,
         on_ready=lambda deferred: proof.begin(deferred, first),
     )
+    trainer.chosen = chosen
     proof.seconds_to_apply = time.perf_counter() - started
     if first is None:
         trainer.on_first_batch = lambda batch: proof.end_on(trainer, batch)
     else:
         proof.end(trainer, first)
     return trainer
+
+
+def _with_recompute(
+    plan: Plan, model: Model, loss: Loss, optimizer: Any, example: Any, rules: Any, clip: Any, batch_dim: BatchDim
+) -> tuple[Plan, str]:
+    """The plan with a recomputation instead of auto:..., and a sentence on it; before ranks communicate."""
+    if plan.memory_limit is None:
+        return plan, ""
+    job = None
+    if example is not None:
+        full = (lambda: build_full(model, 0)) if isinstance(model, Sequence) else model
+        job = Job(full, loss, optimizer, example, rules, batch_dim, clip)
+    inputs = [leaf for leaf in tree_leaves(example) if isinstance(leaf, torch.Tensor)]
+    return resolve_recompute(plan, job, inputs[0].device if inputs else torch.device("cpu"))
 
 
 def _in_dtype(batch: Any, dtype: torch.dtype) -> Any:
