@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.equivalence import tasks
 from tests.equivalence.proof import prove
@@ -15,11 +17,15 @@ from tests.equivalence.test_mutations import average_instead
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
+from unisono.parallel import master_weights
 from unisono.parallel.apply import parallelize
 from unisono.parallel.precision import LossScaler, Precision
 from unisono.parallel.trainer import Trainer
+from unisono.parallel.zero.shards import ZeroShard
 from unisono.plan.plan import Plan
+from unisono.verify.compare import Verdict
 from unisono.verify.training_record import plain_record, planned_record
+from unisono.verify.verify import verify_here
 
 Pools = Callable[[str, int], RankPool]
 CASES = [
@@ -43,6 +49,57 @@ CASES = [
 def test_a_plan_changes_nothing_but_rounding(pools: Pools, task: str, plan: str, dtype: str) -> None:
     verdict = pools("gloo", Plan.parse(plan).world).run(prove, "tasks", task, plan, dtype)[0]
     assert verdict.equivalent, verdict
+
+
+def _half_model() -> nn.Module:
+    return tasks.short.model().bfloat16()
+
+
+EMULATED = {
+    "weights": dataclasses.replace(tasks.short, precision="bf16"),
+    "masters": dataclasses.replace(tasks.short, model=_half_model, precision="bf16"),
+    "stochastic": dataclasses.replace(tasks.short, model=_half_model, precision="bf16,master=none"),
+    "kahan": dataclasses.replace(tasks.short, model=_half_model, precision="bf16,master=none,rounding=kahan"),
+}
+
+
+def proved_by_emulation(comm: Communicator, task: str, plan: str, fault: str = "") -> Verdict:
+    if not fault:
+        return verify_here(comm, EMULATED[task], Plan.parse(plan), steps=3)
+    with pytest.MonkeyPatch.context() as patch:
+        if fault == "publish":  # ranks get float32 where one device rounds
+            patch.setattr(ZeroShard, "published", lambda shard: shard.optimized.detach())
+        else:  # every rank rounds by the indices in its own shard
+            patch.setattr(master_weights, "parts_of", lambda tensor, mesh: {})
+        return verify_here(comm, EMULATED[task], Plan.parse(plan), steps=3)
+
+
+@pytest.mark.parametrize(
+    ("task", "plan"),
+    [
+        ("weights", "dp=2"),
+        ("weights", "dp=2,zero=1"),
+        ("weights", "dp=2,zero=3"),
+        ("weights", "tp=2,sp,zero=1"),
+        ("weights", "pp=2,microbatches=2,zero=2"),
+        ("masters", "dp=2"),
+        ("masters", "dp=2,zero=3"),
+        ("masters", "tp=2"),
+        ("stochastic", "dp=2,zero=2"),
+        ("stochastic", "tp=2"),
+        ("kahan", "dp=2,zero=3"),
+        ("kahan", "pp=2,microbatches=2"),
+    ],
+)
+def test_roundings_of_parameters_are_proved_in_float64(pools: Pools, task: str, plan: str) -> None:
+    verdict = pools("gloo", 2).run(proved_by_emulation, task, plan)[0]
+    assert verdict.equivalent, verdict
+    assert all(each.deviation < 1e-9 for each in verdict.worst), verdict
+
+
+def test_a_rounding_that_is_left_out_is_found(pools: Pools) -> None:
+    assert not pools("gloo", 2).run(proved_by_emulation, "weights", "dp=2,zero=3", "publish")[0].equivalent
+    assert not pools("gloo", 2).run(proved_by_emulation, "stochastic", "dp=2,zero=1", "indices")[0].equivalent
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -173,6 +173,7 @@ def _first_of_two(make: Make, seed: int, other: int) -> torch.Tensor:
 
 _FUSED_KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _FUSED_DTYPES = (torch.float32, torch.float64)
+COMPUTES_IN_PARTS = "unisono_computes_in_parts"  # on an optimizer whose step is several, over copies of its parameters
 
 
 @contextlib.contextmanager
@@ -190,7 +191,7 @@ def fused(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _can_be_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    if type(optimizer) not in _FUSED_KINDS:
+    if type(optimizer) not in _FUSED_KINDS or getattr(optimizer, COMPUTES_IN_PARTS, False):
         return False
     if "fused" not in group or group["fused"] is not None or group.get("foreach") is not None:
         return False

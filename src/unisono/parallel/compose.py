@@ -152,13 +152,13 @@ def replicate(made: Composition) -> None:
     if not plan.zero:
         made.stepping = made.optimizer(list(model.parameters()))
         require_full_parameters(made.stepping, made.optimizer, model, is_sharded=plan.pp > 1)
-        masters = precision.masters(model)
+        masters = precision.masters(model, made.gathered)
         if masters is not None:
             hand_over(made.stepping, masters)
         made.replicas = DataParallel(model, mesh, reduce_dtype=precision.reduce_dtype, masters=masters)
         return
     options: dict[str, Any] = {"rounded": made.gathered, "reduce_dtype": precision.reduce_dtype}
-    options["masters"] = precision.master is not None
+    options |= {"masters": precision.master is not None, "emulated": precision.is_emulated}
     if made.stages is not None:
         options["units"] = [block for stage in made.stages.stages for block in stage.modules]
         options |= {"users": made.stages.users, "tied": [each.name for each in made.stages.tied]}
@@ -181,8 +181,7 @@ STEPS: tuple[Callable[[Composition], None], ...] = (
 
 
 def compose(made: Composition) -> Trainer:
-    if made.plan.zero:
-        made.gathered = made.precision.gathered(made.model)
+    made.gathered = made.precision.gathered(made.model)
     for step in STEPS:
         step(made)
     plan, mesh, model = made.plan, made.mesh, made.model
@@ -199,7 +198,8 @@ def compose(made: Composition) -> Trainer:
     trainer.reads = reads if reads.is_needed else None
     if made.precision.master is None:
         seed = made.random.seed
-        RoundedStep(made.stepping, trainer.optimized(), made.precision.rounding, lambda: (seed, trainer.steps), mesh)
+        rounding, emulated = made.precision.rounding, made.precision.halves
+        RoundedStep(made.stepping, trainer.optimized(), rounding, lambda: (seed, trainer.steps), mesh, emulated)
     if made.stages is not None and made.schedule is not None:
         require_same_groups(trainer.optimizer, trainer.optimized(), made.optimizer, made.parameters_of_all_stages)
         trainer.pipeline = PipelineRuntime(

@@ -16,7 +16,7 @@ Adam changes by 1/1000 of its size in a step, which rounding to nearest would le
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from unisono.mesh.global_index import Part
 from unisono.mesh.mesh import Mesh
+from unisono.mesh.optimizers import COMPUTES_IN_PARTS
 from unisono.mesh.random.draw import Draw
 from unisono.parallel.layout import layout_of, set_layout
 
@@ -34,7 +35,8 @@ _AT_ONCE = 2**24  # elements of the parameters that are float32 at one time
 
 
 def float32_copy(parameter: nn.Parameter) -> nn.Parameter:
-    copy = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    copy = nn.Parameter(parameter.detach().to(dtype, copy=True))
     set_layout(copy, layout_of(parameter))
     return copy
 
@@ -46,9 +48,14 @@ class MasterWeights:
         self,
         parameters: Mapping[str, nn.Parameter],
         copy: Callable[[nn.Parameter], nn.Parameter] = float32_copy,
+        emulates: torch.dtype | None = None,
     ) -> None:
+        """emulates: parameters keep their wide dtype, and are rounded as if they had this one."""
         self._parameters = dict(parameters)
+        self._emulates = emulates
         self.copies = {name: copy(each) for name, each in self._parameters.items()}
+        if emulates is not None:
+            self.publish()
 
     @property
     def replacing(self) -> dict[int, nn.Parameter]:
@@ -68,7 +75,7 @@ class MasterWeights:
     def publish(self) -> None:
         """Round the copies into the parameters."""
         for name, copy in self.copies.items():
-            self._parameters[name].copy_(copy)
+            self._parameters[name].copy_(copy if self._emulates is None else copy.to(self._emulates))
 
 
 def hand_over(optimizer: Optimizer, masters: MasterWeights) -> None:
@@ -89,10 +96,13 @@ class RoundedStep:
         rounding: str,
         random: Callable[[], tuple[object, ...]],
         mesh: Mesh | None = None,
+        emulated: Collection[str] = (),
     ) -> None:
         """named: what the optimizer updates. random: what random numbers depend on beside names and indices. mesh: of
-        parameters that are sharded."""
+        parameters that are sharded. emulated: parameters of a wider dtype that are updated as if they were
+        bfloat16."""
         self._names = {id(tensor): name for name, tensor in named}
+        self._emulated = {key for key, name in self._names.items() if name in emulated}
         self._optimizer, self._rounding, self._random, self._mesh = optimizer, rounding, random, mesh
         hooked = type(optimizer).step
         self._plain: Callable[..., Any] = getattr(hooked, "__wrapped__", hooked)  # without the hooks around it
@@ -105,6 +115,7 @@ class RoundedStep:
             self.step()
             return loss
 
+        setattr(optimizer, COMPUTES_IN_PARTS, True)
         optimizer.step = types.MethodType(Optimizer.profile_hook_step(step), optimizer)  # type: ignore[method-assign]
 
     @torch.no_grad()
@@ -113,7 +124,7 @@ class RoundedStep:
         held = [group["params"] for group in groups]
         try:
             for chunk in self._chunks(held):
-                wide = {id(each): self._widened(each) for each in chunk if each.dtype == torch.bfloat16}
+                wide = {id(each): self._widened(each) for each in chunk if self._is_rounded(each)}
                 chosen = {id(each): each for each in chunk}
                 for group, parameters in zip(groups, held, strict=True):
                     group["params"] = [wide.get(id(each), each) for each in parameters if id(each) in chosen]
@@ -123,6 +134,9 @@ class RoundedStep:
         finally:
             for group, parameters in zip(groups, held, strict=True):
                 group["params"] = parameters
+
+    def _is_rounded(self, parameter: torch.Tensor) -> bool:
+        return parameter.dtype == torch.bfloat16 or id(parameter) in self._emulated
 
     def _chunks(self, held: list[list[nn.Parameter]]) -> Iterator[list[nn.Parameter]]:
         chunk: list[nn.Parameter] = []

@@ -9,6 +9,9 @@ before they are gathered (`rounded_weights`): half the bytes, and the same value
 also used in float32 (norms, biases, embeddings and what is tied to them) are gathered in float32. Gradients are summed
 in float32, or with reduce="bf16" in bfloat16.
 
+`emulated` is how verify proves that wiring: in float64, with the same parameters rounded to the same values, on one
+device and under the plan. What halves do to activations and gradients is left out.
+
 with autocast(torch.bfloat16, device):
     outputs = model(inputs)
 
@@ -23,8 +26,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,6 +62,8 @@ class Precision:
     reduce: str = "fp32"
     master: str | None = "fp32"
     rounding: str = "stochastic"
+    is_emulated: bool = False
+    halves: frozenset[str] = frozenset()  # of an emulation: parameters that are bfloat16 in the user's model
 
     def __post_init__(self) -> None:
         if self.name not in _COMPUTED_IN:
@@ -67,7 +72,7 @@ class Precision:
             raise UsageError(f'precision: gather={self.gather!r}; expected "half" or "fp32"')
         if self.reduce not in ("fp32", "bf16"):
             raise UsageError(f'precision: reduce={self.reduce!r}; expected "fp32" or "bf16"')
-        if self.reduce == "bf16" and self.dtype is None:
+        if self.reduce == "bf16" and self.half is None:
             raise UsageError('reduce="bf16" with precision="fp32"; use precision="bf16" or "fp16" with it')
         if self.master not in ("fp32", None):
             raise UsageError(f'precision: master={self.master!r}; expected "fp32" or None')
@@ -94,35 +99,52 @@ class Precision:
         return cls(name.strip(), **chosen)
 
     @property
+    def half(self) -> torch.dtype | None:
+        return _COMPUTED_IN[self.name]
+
+    @property
     def dtype(self) -> torch.dtype | None:
         """Of what is computed; None for that of the parameters."""
-        return _COMPUTED_IN[self.name]
+        return None if self.is_emulated else self.half
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
         """Of gradients on their way; None for their own."""
-        return torch.bfloat16 if self.reduce == "bf16" else None
+        return torch.bfloat16 if self.reduce == "bf16" and not self.is_emulated else None
+
+    def emulated(self, model: nn.Module) -> Precision:
+        """The same roundings of parameters in a wider dtype. model: the user's, for its dtypes."""
+        if self.half is None:
+            return self
+        halves = frozenset(name for name, each in model.named_parameters() if each.dtype == torch.bfloat16)
+        return replace(self, is_emulated=True, halves=halves)
 
     def gathered(self, model: nn.Module) -> dict[str, torch.dtype]:
         """The dtypes in which ZeRO gathers parameters, by name, where they are not the parameters' own."""
-        if self.dtype is None or self.gather == "fp32":
+        if self.half is None or (self.gather == "fp32" and not self.is_emulated):
             return {}
-        return dict.fromkeys(rounded_weights(model), self.dtype)
+        names = set(rounded_weights(model, torch.float64 if self.is_emulated else torch.float32))
+        names = names - self.halves if self.master is None else names | self.halves
+        return {name: self.half for name, each in model.named_parameters() if name in names and each.requires_grad}
 
     def update_on_one_device(
         self, optimizer: Optimizer, model: nn.Module, random: Callable[[], tuple[object, ...]]
     ) -> MasterWeights:
         """Make an optimizer of the full model update bfloat16 parameters as plans do. random: see RoundedStep."""
-        masters = self.masters(model) or MasterWeights({})
+        masters = self.masters(model, self.gathered(model)) or MasterWeights({})
         if self.dtype is not None:
             accumulate_in_float32(model.parameters())
         hand_over(optimizer, masters)
         if self.master is None:
-            RoundedStep(optimizer, model.named_parameters(), self.rounding, random)
+            RoundedStep(optimizer, model.named_parameters(), self.rounding, random, emulated=self.halves)
         return masters
 
-    def masters(self, model: nn.Module) -> MasterWeights | None:
-        """The copies that an optimizer without ZeRO gets, if any parameter needs one."""
+    def masters(self, model: nn.Module, gathered: Mapping[str, torch.dtype]) -> MasterWeights | None:
+        """The copies that an optimizer without ZeRO gets, if any parameter needs one. gathered: as of `gathered` for
+        the full model."""
+        if self.is_emulated:
+            named = dict(model.named_parameters())
+            return MasterWeights({name: named[name] for name in gathered if name in named}, emulates=self.half)
         if self.dtype is None or self.master is None:
             return None
         halves = {name: each for name, each in model.named_parameters() if each.dtype in HALVES and each.requires_grad}
@@ -191,8 +213,9 @@ def _autocast(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(was_enabled)
 
 
-def rounded_weights(model: nn.Module) -> list[str]:
+def rounded_weights(model: nn.Module, dtype: torch.dtype = torch.float32) -> list[str]:
     """Names of the parameters that autocast rounds at every use: float32 matrices whose modules all multiply by them.
+    dtype: in place of float32.
 
     A Linear's weight that is an Embedding's, too, is not among them: the embedding takes float32 rows.
     """
@@ -201,7 +224,7 @@ def rounded_weights(model: nn.Module) -> list[str]:
         names = _matrices(module)
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                is_matrix = name in names and parameter.dim() > 1 and parameter.dtype == torch.float32
+                is_matrix = name in names and parameter.dim() > 1 and parameter.dtype == dtype
                 is_rounded[id(parameter)] = is_matrix and is_rounded.get(id(parameter), True)
     return [name for name, parameter in model.named_parameters() if is_rounded[id(parameter)]]
 

@@ -20,7 +20,7 @@ class Task:
     """model() builds the module; batch(seed) gives (inputs, targets) for one global batch, inputs being a tensor, a
     tuple or a dict of keyword arguments for the model; loss(outputs, targets) gives a scalar; optimizer(parameters)
     gives a torch optimizer. rules: which layers tensor parallelism shards. clip: the largest norm of the gradients.
-    batch_dim and precision: as for uni.parallelize; explain and plan use the precision, verify takes --dtype."""
+    batch_dim and precision: as for uni.parallelize; explain shows the precision, and verify proves it."""
 
     model: Callable[[], nn.Module]
     loss: Callable[[Any, Any], torch.Tensor]

@@ -82,33 +82,38 @@ def plain_record(
     random = RandomState(seed)
     random.name_modules(model)
     optimizer = task.optimizer(list(model.parameters()))
+    masters = precision.update_on_one_device(optimizer, model, lambda: (seed, random.step))
+    named = {**dict(model.named_parameters()), **masters.copies}  # what the optimizer updates
     scaler = torch.amp.GradScaler(
         "cpu",
         init_scale=precision.init_scale,
         growth_interval=precision.growth_interval,
         enabled=precision.dtype == torch.float16,
     )
-    record = TrainingRecord(initial=_copied(model.named_parameters()))
+    record = TrainingRecord(initial=_copied(named.items()))
 
     def evaluated(step: int) -> torch.Tensor:
         inputs, targets = batch_of(task, step, dtype)
         random.step = step
         in_double = Float64Mode(dtype)
-        _round(model.parameters(), noise, step)
+        _round(named.values(), noise, step)
+        masters.publish()
         with in_double, random, ActivationRecorder(model, record.activations if step == 0 else None):
             with autocast(precision.dtype, torch.device("cpu")):
                 loss = task.loss(call(model, inputs), targets)
                 aux = collect_aux(model)
                 loss = loss if aux is None else loss + aux
-            model.zero_grad()
+            for parameter in (*model.parameters(), *named.values()):
+                parameter.grad = None
             scaler.scale(loss).backward()
-        _disturb(model.parameters(), noise, step)
+        masters.take_gradients()
+        _disturb(named.values(), noise, step)
         record.replaced |= in_double.replaced
         return loss.detach()
 
     def clip() -> None:
         if task.clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), task.clip)
+            torch.nn.utils.clip_grad_norm_(named.values(), task.clip)
 
     def evaluated_and_clipped(step: int) -> torch.Tensor:
         loss = evaluated(step)
@@ -118,20 +123,20 @@ def plain_record(
     for step in range(steps):
         if takes_closure(optimizer):
             record.losses.append(float(optimizer.step(partial(evaluated_and_clipped, step))))  # type: ignore[arg-type]
-            record.gradients.append(_gradients(model.named_parameters()))
+            record.gradients.append(_gradients(named.items()))
             continue
         record.losses.append(evaluated(step).item())
         scaler.unscale_(optimizer)
-        record.gradients.append(_gradients(model.named_parameters()))
-        leave_out(rounding, model.parameters())
+        record.gradients.append(_gradients(named.items()))
+        leave_out(rounding, named.values())
         clip()
         scaler.step(optimizer)
         scaler.update()
         record.scales.append(scaler.get_scale())
-    record.parameters = _copied(model.named_parameters())
+    record.parameters = _copied(named.items())
     record.buffers = _copied(model.named_buffers())
     record.settings = settings_of(optimizer)
-    state = {name: optimizer.state.get(parameter, {}) for name, parameter in model.named_parameters()}
+    state = {name: optimizer.state.get(parameter, {}) for name, parameter in named.items()}
     record.optimizer = flat_state(_trained(state, model))
     return record
 

@@ -2,7 +2,9 @@
 
 A task is trained for a few steps on one device and under the plan, from the same seed and batches. Initial parameters
 must be equal bit for bit; losses, gradients, parameters, buffers and optimizer states must agree to a tolerance that
-leaves room for rounding only: in float64, what differs by more is a bug.
+leaves room for rounding only: in float64, what differs by more is a bug. Of a task with a half precision, float64 also
+has the roundings of parameters (weights that are gathered in halves, master weights, rounded steps), to the same values
+on one device and under the plan; what halves do to activations is compared with --dtype bfloat16 or float16.
 
 Many plans are tried by the same ranks, one after the other, against one run of the plain model. A plan that is refused
 by all ranks leaves them as they were; one that fails on some ends them, and the rest is tried by new ones.
@@ -30,9 +32,11 @@ from unisono.comm.rendezvous.launcher_env import find_rank_info
 from unisono.errors import LaunchError, UsageError
 from unisono.launch import environment
 from unisono.launch.spawn import spawn
+from unisono.parallel.precision import Precision
 from unisono.parallel.static.to_static import StagedProgram
 from unisono.parallel.task import Task, load_task
 from unisono.plan.plan import Plan
+from unisono.simulate.sketch import without_memory
 from unisono.verify.compare import (
     HALVES,
     ROUNDING,
@@ -292,7 +296,7 @@ def _judged(
 
 def _planned(task: Task, plan: Subject, steps: int, dtype: str, prepare: Any, rounding: float = 0.0) -> TrainingRecord:
     if isinstance(plan, Plan):
-        precision = HALVES.get(dtype, "fp32")
+        precision = _precision(task, dtype)
         return planned_record(task, plan, steps, _kept(dtype), prepare=prepare, precision=precision, rounding=rounding)
     if dtype in HALVES:
         raise UsageError(f"a program is proved in float64 or float32, not in {dtype}")
@@ -310,8 +314,16 @@ def _program_divergence(comm: Communicator, task: Task, plan: ProgramSpec, dtype
 
 
 def _plain(task: Task, steps: int, dtype: str, rounding: float = 0.0, noise: float = 0.0) -> TrainingRecord:
-    precision = HALVES.get(dtype, "fp32")
+    precision = _precision(task, dtype)
     return plain_record(task, steps, _kept(dtype), precision=precision, rounding=rounding, noise=noise)
+
+
+def _precision(task: Task, dtype: str) -> Precision:
+    """Halves for real; else, in float64 or float32, the roundings of parameters that the task's precision makes."""
+    own = Precision.of(task.precision)
+    if dtype not in HALVES:
+        return own if own.half is None else own.emulated(without_memory(task))
+    return Precision(HALVES[dtype], gather=own.gather, reduce=own.reduce)
 
 
 def _kept(dtype: str) -> torch.dtype:

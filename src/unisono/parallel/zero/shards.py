@@ -67,7 +67,13 @@ class ZeroShard:
         self.full_layout = layout
         self.layout: Layout = layout.with_split(Split(axes, 0, held)) if self.shape else layout
         self.optimized = parameter  # what the optimizer sees: this rank's shard, perhaps in another precision
+        self.emulates: torch.dtype | None = None  # to which the parameter is rounded, whatever its dtype
         self.earlier: torch.Tensor | None = None  # the gradient before the backward that is under way
+
+    def published(self) -> torch.Tensor:
+        """What other ranks get of this rank's shard."""
+        mine = self.optimized.detach()
+        return mine if self.emulates is None else mine.to(self.emulates).to(mine.dtype)
 
     def of(self, full: torch.Tensor, rank: int) -> torch.Tensor:
         """The shard of a rank, as a view."""

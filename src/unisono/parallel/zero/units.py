@@ -83,7 +83,7 @@ class Unit:
     def refresh(self, shard: ZeroShard) -> None:
         """Take over what the optimizer has made of this rank's shard, where it works on a copy of it."""
         if shard.optimized is not shard.parameter:
-            self._local[shard.name].copy_(shard.optimized.detach())
+            self._local[shard.name].copy_(shard.published())
 
     def start_gather(self) -> None:
         if not self.is_full and self._coming is None:

@@ -76,6 +76,7 @@ class ShardedOptimizer(Reducer[ShardBucket]):
         rounded: Mapping[str, torch.dtype] | None = None,
         reduce_dtype: torch.dtype | None = None,
         masters: bool = True,
+        emulated: bool = False,
         users: Mapping[str, tuple[int, ...]] | None = None,
         tied: Collection[str] = (),
         fill: Callable[[str, nn.Parameter], None] = lambda name, parameter: None,
@@ -83,7 +84,7 @@ class ShardedOptimizer(Reducer[ShardBucket]):
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """rounded: the dtypes of parameters, by name, that become half. reduce_dtype: in which float32 gradients travel
-        and are summed.
+        and are summed. emulated: rounded parameters keep their dtype, with rounded values.
 
         Of a pipeline: `users` are the stages here that use a parameter, and `tied` the parameters that other ranks
         of the pipeline hold too. `fill` gives a parameter its values before it is sharded; in `materialized` parameters
@@ -99,7 +100,7 @@ class ShardedOptimizer(Reducer[ShardBucket]):
         self._spare = Spare()  # one for all buckets: what ZeRO saves is not to be spent on messages
         self.shards: dict[str, ZeroShard] = {}
         self._offload = offload
-        self._has_masters = masters
+        self._has_masters, self._is_emulated = masters, emulated
         self._rounded, self._reduce_dtype = rounded or {}, reduce_dtype
         self._tied = frozenset(tied)
         self._of_stage: dict[int, list[ShardBucket]] = {}  # of a pipeline, in stage 2: sent in each of its backwards
@@ -110,7 +111,8 @@ class ShardedOptimizer(Reducer[ShardBucket]):
         buckets = self._make_buckets(named, users, bucket_bytes)
         self.alone = {name: p for name, p in named if p.requires_grad and not summed_axes(p, mesh)}
         copied = {name: p for name, p in self.alone.items() if self._needs_copy(name, p)}
-        self._masters = MasterWeights(copied, lambda each: self._copy(each, each.data))
+        emulates = next(iter(self._rounded.values()), None) if emulated else None
+        self._masters = MasterWeights(copied, lambda each: self._copy(each, each.data), emulates)
         for bucket in buckets:
             for shard in bucket.shards:
                 fill(shard.name, shard.parameter)
@@ -169,11 +171,15 @@ class ShardedOptimizer(Reducer[ShardBucket]):
     def _needs_copy(self, name: str, parameter: nn.Parameter) -> bool:
         is_on_device = self._offload and parameter.device.type != "cpu"
         is_half = parameter.dtype in HALVES and self._has_masters
-        return is_on_device or is_half or (name in self._rounded and name in self.shards)
+        is_rounded = name in self._rounded and (name in self.shards or self._is_emulated)
+        return is_on_device or is_half or is_rounded
 
     def _round(self, shard: ZeroShard) -> None:
         """Give a parameter the dtype in which the forward reads it."""
-        if shard.name in self._rounded:
+        if shard.name in self._rounded and self._is_emulated:
+            shard.emulates = self._rounded[shard.name]
+            shard.parameter.data.copy_(shard.parameter.data.to(shard.emulates))
+        elif shard.name in self._rounded:
             round_parameter(shard.parameter, self._rounded[shard.name])
 
     def _copy(self, parameter: nn.Parameter, local: torch.Tensor) -> nn.Parameter:
@@ -281,8 +287,7 @@ class ShardedOptimizer(Reducer[ShardBucket]):
         """After the optimizer's step: bring everybody's parameters up to date."""
         self._masters.publish()
         handles = [
-            bucket.all_gather([shard.optimized.detach() for shard in bucket.shards], self._spare)
-            for bucket in self.buckets
+            bucket.all_gather([shard.published() for shard in bucket.shards], self._spare) for bucket in self.buckets
         ]
         for bucket, handle in zip(self.buckets, handles, strict=True):
             message = handle.wait()
