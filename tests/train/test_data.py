@@ -235,13 +235,21 @@ def train(comm: Communicator, folder: str, plan: str, until: int) -> tuple[list[
     return losses, ids, total
 
 
+@pytest.mark.parametrize(
+    "plans",
+    [
+        ("dp=2,zero=3", "pp=2,microbatches=2", "tp=2"),
+        pytest.param(("dp=4,zero=3", "dp=2,pp=2,microbatches=2,zero=1", "tp=2,cp=2"), marks=pytest.mark.thorough),
+    ],
+    ids=["two ranks", "four ranks"],
+)
 def test_stopped_in_mid_epoch_and_resumed_under_other_plans(
-    pools: Callable[[str, int], RankPool], tmp_path: Path
+    pools: Callable[[str, int], RankPool], tmp_path: Path, plans: tuple[str, ...]
 ) -> None:
     plain = pools("gloo", 1).run(train, str(tmp_path / "one"), "dp=1", 6)[0]
     losses, ids = [], []
-    for plan, until in (("dp=4,zero=3", 2), ("dp=2,pp=2,microbatches=2,zero=1", 3), ("tp=2,cp=2", 6)):
-        answers = pools("gloo", 4).run(train, str(tmp_path / "many"), plan, until)
+    for plan, until in zip(plans, (2, 3, 6), strict=True):
+        answers = pools("gloo", uni.Plan.parse(plan).world).run(train, str(tmp_path / "many"), plan, until)
         assert all(answer == answers[0] for answer in answers)
         losses += answers[0][0]
         ids += answers[0][1]

@@ -107,9 +107,9 @@ def exported(comm: Communicator, folder: str, plan: str) -> list[str]:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
-@pytest.mark.parametrize("plan", ["dp=2,tp=2,zero=1", "dp=2,pp=2,microbatches=4,zero=3"])
+@pytest.mark.parametrize("plan", ["tp=2", "dp=2,tp=2,zero=1", "dp=2,pp=2,microbatches=4,zero=3"])
 def test_hugging_face_weights(pools: Callable[[str, int], RankPool], tmp_path: Path, plan: str) -> None:
-    faults = pools("gloo", 4).run(exported, str(tmp_path), plan)
+    faults = pools("gloo", uni.Plan.parse(plan).world).run(exported, str(tmp_path), plan)
     assert not any(faults), faults
 
 
