@@ -56,6 +56,7 @@ __all__ = [
     "no_spare_keys",
     "no_torch_function",
     "no_torch_function_subclass",
+    "not_compiled",
     "random_ops",
     "saved_tensors_hooks",
     "storage_uses",
@@ -67,6 +68,7 @@ __all__ = [
 no_torch_function = torch._C.DisableTorchFunction  # neither modes nor subclasses of tensors
 no_torch_function_subclass = torch._C.DisableTorchFunctionSubclass
 no_autocast = torch._C._DisableAutocast
+not_compiled = torch._disable_dynamo  # a decorator: torch.compile calls such a function instead of tracing it
 
 
 @contextlib.contextmanager

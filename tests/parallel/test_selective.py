@@ -176,6 +176,28 @@ def test_a_graph_may_be_run_twice_and_differentiated() -> None:
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
+def test_compiled_blocks_stay_compiled() -> None:
+    """What the compiler saves is its own choice, and kept."""
+    found = []
+    x = torch.randn(3, 8)
+    for way in ("none", "selective"):
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(2)]
+        graphs: list[Any] = []
+
+        def compiler(graph: Any, inputs: Any, graphs: list[Any] = graphs) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        for block in blocks:
+            block.forward = torch.compile(block.forward, backend=compiler)  # type: ignore[method-assign]
+        model = recompute(nn.Sequential(*blocks), way)
+        model(x).square().sum().backward()
+        assert len(graphs) == 2
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))  # type: ignore[arg-type]
+
+
 def test_hooks_around_the_model_get_what_is_kept() -> None:
     packed: list[torch.Tensor] = []
 

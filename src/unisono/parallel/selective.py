@@ -20,6 +20,7 @@ are active around the block (torch.autograd.graph.save_on_cpu) get what is kept.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +30,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from unisono.errors import UsageError
 from unisono.plan.profile.selective import Value, choose, is_cheap
-from unisono.torch_compat import TorchDispatchMode, no_autocast, no_torch_function, saved_tensors_hooks
+from unisono.torch_compat import (
+    TorchDispatchMode,
+    no_autocast,
+    no_torch_function,
+    not_compiled,
+    saved_tensors_hooks,
+)
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
@@ -37,7 +44,8 @@ _Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 def run_selectively(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """function(*args, **kwargs), of whose saved tensors the cheap ones are dropped."""
-    region = _Region(saved_tensors_hooks())
+    kind = _RegionAmidCompiled if "torch._dynamo" in sys.modules else _Region
+    region = kind(saved_tensors_hooks())
     with torch.autograd.graph.saved_tensors_hooks(region.pack, _unpack), region:
         return function(*args, **kwargs)
 
@@ -170,6 +178,10 @@ class _Region(TorchDispatchMode):
         self._made: list[_Tensor] = []  # in order
 
     @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler, which takes seconds, to keep away from it
+
+    @classmethod
     def ignore_compile_internals(cls) -> bool:
         """A compiled module in the region runs compiled, and saves what its compiler has chosen."""
         return True
@@ -240,6 +252,21 @@ class _Region(TorchDispatchMode):
         for value in self._made:
             value.settle(self._hooks)
         self._memory, self._made = {}, []
+
+
+class _RegionAmidCompiled(_Region):
+    """The same where modules may be compiled: torch's compiler does not look into these functions."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    pack = not_compiled(_Region.pack)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
