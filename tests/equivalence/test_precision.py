@@ -239,8 +239,8 @@ def test_the_state_goes_to_other_plans(pools: Pools, before: str, after: str) ->
 def refused(comm: Communicator) -> None:
     task = tasks.mlp
     build = {"loss": task.loss, "optimizer": task.optimizer}
-    with pytest.raises(UsageError, match="precision='fp8'; expected one of fp32, bf16, fp16"):
-        parallelize(task.model, "dp=1", precision="fp8", **build)
+    with pytest.raises(UsageError, match="precision='fp4'; expected one of fp32, bf16, fp16, fp8"):
+        parallelize(task.model, "dp=1", precision="fp4", **build)
     with pytest.raises(UsageError, match="keeps parameters in float32, but first"):
         parallelize(task.model, "dp=1", precision="bf16", dtype=torch.float64, **build)
     with pytest.raises(UsageError, match="LBFGS, which evaluates the model several times"):

@@ -12,6 +12,7 @@ pipeline/             pipeline parallelism
 loss/                 the loss of the global batch, from losses of its parts
 recompute, selective  activation recomputation: of modules and attention; of single ops
 precision             half precision
+float8                linear layers in float8
 master_weights        bfloat16 parameters: float32 copies, or steps that are rounded without them
 checks/               what cannot be right, refused before ranks communicate
 meta/                 models without memory, and their values where a rank needs them

@@ -34,6 +34,7 @@ from unisono.parallel.compose import Composition, compose, example_inputs, sched
 from unisono.parallel.context.sequence import require_sound_blocks
 from unisono.parallel.data import batchnorm
 from unisono.parallel.expert.expert import needs_full_batch
+from unisono.parallel.float8 import require_float8
 from unisono.parallel.inputs import cloned
 from unisono.parallel.loop import OwnLoop, refuse_calls
 from unisono.parallel.loss.batch_loss import BatchLoss, GatheredLoss, OutputKinds, require_full_batches
@@ -78,11 +79,10 @@ def parallelize(
     torch.manual_seed(seed), or a list of uni.nn.LayerSpec, which are built so. loss(outputs, targets) gives a scalar,
     optimizer(parameters) a torch optimizer. example: a batch (inputs, targets), which pipelines need to find their
     stages, and tp to search a model for rules. rules: which layers tp shards, and how; default: what the model brings
-    or shows. clip: the largest norm of the gradients. precision: "fp32", "bf16" or "fp16", in which all is computed
-    from float32 parameters; "fp32" leaves the model's own dtype; "bf16,reduce=bf16" also sums gradients in bfloat16.
-    "bf16" takes bfloat16 parameters, too, with master=fp32|none and rounding=stochastic|kahan (precision.py).
-    on_ready: called on every rank with the model as it will be trained, before the plan is applied to it. batch: what
-    ranks will give, "global", all of them the same
+    or shows. clip: the largest norm of the gradients. precision: "fp32", "bf16", "fp16" or "fp8", in which all is
+    computed from float32 parameters; "fp32" leaves the model's own dtype. "bf16" and "fp8" take bfloat16 parameters,
+    too; options follow as "bf16,reduce=bf16,master=none" (see Precision). on_ready: called on every rank with the model
+    as it will be trained, before the plan is applied to it. batch: what ranks will give, "global", all of them the same
     batch, of which each takes its part, or "local", each data rank its own samples. batch_dim: along which dim of a
     batch's tensors samples are: 1 for time-major batches, (1, 0) for time-major inputs with targets that have samples
     first, None instead of a tensor without samples, as in ({"x": 0, "edges": None}, 0).
@@ -111,6 +111,9 @@ def parallelize(
     are_rules_given = rules is not None
     refuse_what_cannot_be_right(plan, full)
     precision.require_dtypes(full, optimizer)
+    if precision.float8(full).chosen and not precision.is_emulated:
+        device = next(parameter.device for parameter in full.parameters())
+        require_float8(comm.device if device.type == "meta" else device)
     if isinstance(loss, BatchLoss):
         require_full_batches(plan, example)
         if batch_dim != 0:

@@ -26,6 +26,7 @@ from unisono.parallel.data import batchnorm
 from unisono.parallel.data.bucket import is_summed
 from unisono.parallel.data.data_parallel import DataParallel
 from unisono.parallel.expert.expert import expert_parallelize
+from unisono.parallel.float8 import Float8Layers, use_float8
 from unisono.parallel.layout import layout_of
 from unisono.parallel.loss.batch_loss import BatchLoss, GatheredLoss
 from unisono.parallel.loss.loss import GlobalLoss, Loss
@@ -73,6 +74,7 @@ class Composition:
     precision: Precision = FULL
 
     gathered: dict[str, torch.dtype] = field(default_factory=dict)  # by ZeRO, in other dtypes than parameters have
+    float8: Float8Layers = field(default_factory=Float8Layers)
     head_width: HeadWidth | None = None
     context: Context | None = None
     stages: StageSplit | None = None
@@ -92,6 +94,10 @@ def shard_layers(made: Composition) -> None:
     if made.plan.tp > 1:
         tensor_parallelize(made.model, made.mesh, made.rules, sequence=made.plan.sequence)
         made.random.name_modules(made.model)  # those that replaced others, too: attention draws what it drops
+
+
+def compute_in_float8(made: Composition) -> None:
+    use_float8(made.model, made.float8.chosen, made.precision.is_emulated)
 
 
 def shard_sequences(made: Composition) -> None:
@@ -171,6 +177,7 @@ def replicate(made: Composition) -> None:
 STEPS: tuple[Callable[[Composition], None], ...] = (
     shard_experts,
     shard_layers,
+    compute_in_float8,
     shard_sequences,
     globalize_batch_statistics,
     recompute_activations,
@@ -181,7 +188,7 @@ STEPS: tuple[Callable[[Composition], None], ...] = (
 
 
 def compose(made: Composition) -> Trainer:
-    made.gathered = made.precision.gathered(made.model)
+    made.gathered, made.float8 = made.precision.gathered(made.model), made.precision.float8(made.model)
     for step in STEPS:
         step(made)
     plan, mesh, model = made.plan, made.mesh, made.model
@@ -193,6 +200,7 @@ def compose(made: Composition) -> Trainer:
     trainer.head_width, trainer.model_loss, trainer.batch_dim = made.head_width, made.model_loss, made.batch_dim
     trainer.holds_shards = plan.zero > 0 or plan.pp > 1 or any(layout_of(p).splits for p in model.parameters())
     units = made.replicas.units if isinstance(made.replicas, ShardedOptimizer) else None
+    trainer.float8 = str(made.float8) if made.float8.chosen else ""
     rounded = [name for name, each in model.named_parameters() if made.gathered.get(name) == each.dtype]
     reads = ParameterReads(model, str(plan), units, is_pipeline=plan.pp > 1, rounded=rounded)
     trainer.reads = reads if reads.is_needed else None

@@ -37,22 +37,25 @@ from torch.optim import Optimizer
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.optimizers import OptimizerScope, optimizer_scope
+from unisono.parallel.float8 import Float8Layers, float8_layers
 from unisono.parallel.master_weights import ROUNDINGS, MasterWeights, RoundedStep, hand_over
 
 HALVES = (torch.float16, torch.bfloat16)
 _COMPUTED_IN: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_COMPUTED_IN["fp8"] = torch.bfloat16  # but for linear layers, which are float8: see float8.py
 
 
 @dataclass(frozen=True)
 class Precision:
-    """What a job computes in: "fp32" (the parameters' own precision), "bf16" or "fp16".
+    """What a job computes in: "fp32" (the parameters' own precision), "bf16", "fp16", or "fp8": as "bf16", with linear
+    layers of at least `least` features in float8 (see float8.py).
 
     The scale of the loss, which only fp16 needs, begins at `init_scale`, halves when a gradient overflows and doubles
     after `growth_interval` steps without. gather: "half" or "fp32", the dtype in which ZeRO gathers the weights of
     linear layers and convolutions. reduce: "fp32" or "bf16", the dtype in which gradients are summed over the ranks.
 
-    With "bf16" the model's parameters may be bfloat16. master: "fp32", the optimizer updates float32 copies of them, or
-    None, it updates them in place, with `rounding` "stochastic" or "kahan" (see master_weights.py).
+    With "bf16" and "fp8" the model's parameters may be bfloat16. master: "fp32", the optimizer updates float32 copies
+    of them, or None, it updates them in place, with `rounding` "stochastic" or "kahan" (see master_weights.py).
     """
 
     name: str = "fp32"
@@ -62,6 +65,7 @@ class Precision:
     reduce: str = "fp32"
     master: str | None = "fp32"
     rounding: str = "stochastic"
+    least: int = 256
     is_emulated: bool = False
     halves: frozenset[str] = frozenset()  # of an emulation: parameters that are bfloat16 in the user's model
 
@@ -78,7 +82,9 @@ class Precision:
             raise UsageError(f'precision: master={self.master!r}; expected "fp32" or None')
         if self.rounding not in ROUNDINGS:
             raise UsageError(f"precision: rounding={self.rounding!r}; expected one of {', '.join(ROUNDINGS)}")
-        if self.master is None and self.name != "bf16":
+        if self.least < 1:
+            raise UsageError(f"precision: least={self.least}; expected a number of features")
+        if self.master is None and self.half != torch.bfloat16:
             raise UsageError(f'master=None with precision="{self.name}"; use precision="bf16" with it')
 
     @classmethod
@@ -90,12 +96,15 @@ class Precision:
         chosen: dict[str, Any] = {}
         for option in options:
             key, _, value = option.strip().partition("=")
-            if key not in ("gather", "reduce", "master", "rounding"):
+            if key not in ("gather", "reduce", "master", "rounding", "least"):
                 raise UsageError(
-                    f"precision={given!r}: {key!r}; expected gather=half|fp32, reduce=fp32|bf16, master=fp32|none or "
-                    "rounding=stochastic|kahan"
+                    f"precision={given!r}: {key!r}; expected gather=half|fp32, reduce=fp32|bf16, master=fp32|none, "
+                    "rounding=stochastic|kahan or least=N"
                 )
+            if key == "least" and not value.isdecimal():
+                raise UsageError(f"precision={given!r}: least={value}; expected a number of features")
             chosen[key] = None if (key, value.lower()) == ("master", "none") else value
+            chosen |= {"least": int(value)} if key == "least" else {}
         return cls(name.strip(), **chosen)
 
     @property
@@ -111,6 +120,10 @@ class Precision:
     def reduce_dtype(self) -> torch.dtype | None:
         """Of gradients on their way; None for their own."""
         return torch.bfloat16 if self.reduce == "bf16" and not self.is_emulated else None
+
+    def float8(self, model: nn.Module) -> Float8Layers:
+        """The layers of the full model that compute in float8; none but with "fp8"."""
+        return float8_layers(model, self.least) if self.name == "fp8" else Float8Layers()
 
     def emulated(self, model: nn.Module) -> Precision:
         """The same roundings of parameters in a wider dtype. model: the user's, for its dtypes."""
@@ -162,7 +175,7 @@ class Precision:
             return
         halves = [name for name, each in model.named_parameters() if each.dtype == torch.bfloat16]
         for name, parameter in model.named_parameters():
-            is_own = parameter.dtype == torch.bfloat16 and self.name == "bf16"
+            is_own = parameter.dtype == self.half == torch.bfloat16
             if parameter.is_floating_point() and parameter.dtype != torch.float32 and not is_own:
                 raise UsageError(
                     f"precision={self.name} keeps parameters in float32, but {name} is {parameter.dtype}; pass the "

@@ -83,6 +83,7 @@ class Trainer:
     note: str = ""  # why a model that a function builds was built in full on every rank, before it was sharded
     chosen: str = ""  # which recomputation recompute=auto:... chose, and why
     proof: str = ""  # what was proved of the plan before the first step, or why nothing was
+    float8: str = ""  # which linear layers compute in float8, and which do not, with precision="fp8"
     coverage: str = ""  # how much of the parameters and FLOPs tp shards
     rules: Any = None  # how tp shards each layer, given or inferred
     skipped: int = 0  # steps whose gradients overflowed (fp16)

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from unisono.comm.communicator import Communicator
 from unisono.mesh.random.state import RandomState
 from unisono.parallel.expert.expert import collect_aux
+from unisono.parallel.float8 import in_float8
 from unisono.parallel.full_state import full_shape
 from unisono.parallel.inputs import call, cloned
 from unisono.parallel.layout import full_tensors_of, layout_of, local_of
@@ -283,7 +284,8 @@ def _evaluated(model: nn.Module, job: TrainingSetup, batch: tuple[Any, Any], ste
     random.name_modules(model)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     with random, _activations_of(model, step):
-        with autocast(job.precision.dtype, device):
+        float8 = job.precision.float8(model).chosen
+        with autocast(job.precision.dtype, device), in_float8(model, float8, job.precision.is_emulated):
             loss = job.loss(call(model, inputs), targets)
             aux = collect_aux(model)
             loss = loss if aux is None else loss + aux

@@ -105,12 +105,13 @@ def parallelize(
     torch.manual_seed(seed), or a list of uni.nn.LayerSpec, which are built so. loss(outputs, targets) gives a scalar,
     optimizer(parameters) a torch optimizer. example: a batch (inputs, targets), which pipelines need to find their
     stages, and tp to search a model for rules. rules: which layers tp shards, and how; without, what the model brings
-    or shows. clip: the largest norm of the gradients. precision: "fp32", "bf16" or "fp16", in which all is computed
-    from float32 parameters; "fp32" leaves the model's own dtype. check: "auto", "full" or "off": how the plan is proved
-    before the first step, on the example or, without one, on the first batch. batch: what ranks will give, "global",
-    all of them the same batch, of which each takes its part, or "local", each data rank its own samples. batch_dim:
-    along which dim of a batch's tensors samples are: 1 for time-major batches, (1, 0) for time-major inputs with
-    targets that have samples first, None for a tensor without samples, as in ({"x": 0, "edges": None}, 0).
+    or shows. clip: the largest norm of the gradients. precision: "fp32", "bf16", "fp16" or "fp8", and options, as
+    "bf16,reduce=bf16" (see Precision); "fp32" leaves the model's own dtype. check: "auto", "full" or "off": how the
+    plan is proved before the first step, on the example or, without one, on the first batch. batch: what ranks will
+    give, "global", all of them the same batch, of which each takes its part, or "local", each data rank its own
+    samples. batch_dim: along which dim of a batch's tensors samples are: 1 for time-major batches, (1, 0) for
+    time-major inputs with targets that have samples first, None for a tensor without samples, as in
+    ({"x": 0, "edges": None}, 0).
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     plan, chosen = _with_recompute(plan, model, loss, optimizer, example, rules, clip, options.get("batch_dim", 0))

@@ -22,6 +22,7 @@ from unisono.mesh.mesh import Mesh
 from unisono.mesh.random.state import RandomState
 from unisono.parallel.apply import deferred_for, parallelize
 from unisono.parallel.expert.expert import collect_aux
+from unisono.parallel.float8 import in_float8
 from unisono.parallel.full_state import full_optimizer_state
 from unisono.parallel.inputs import call
 from unisono.parallel.layout import full_tensors_of, layout_of
@@ -82,6 +83,7 @@ def plain_record(
     random = RandomState(seed)
     random.name_modules(model)
     optimizer = task.optimizer(list(model.parameters()))
+    float8 = precision.float8(model).chosen
     masters = precision.update_on_one_device(optimizer, model, lambda: (seed, random.step))
     named = {**dict(model.named_parameters()), **masters.copies}  # what the optimizer updates
     scaler = torch.amp.GradScaler(
@@ -99,7 +101,7 @@ def plain_record(
         _round(named.values(), noise, step)
         masters.publish()
         with in_double, random, ActivationRecorder(model, record.activations if step == 0 else None):
-            with autocast(precision.dtype, torch.device("cpu")):
+            with autocast(precision.dtype, torch.device("cpu")), in_float8(model, float8, precision.is_emulated):
                 loss = task.loss(call(model, inputs), targets)
                 aux = collect_aux(model)
                 loss = loss if aux is None else loss + aux

@@ -69,6 +69,7 @@ class _ParallelLinear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
     region: Region
+    product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor] = staticmethod(F.linear)
 
     def _take(self, linear: nn.Module, region: Region) -> None:
         if not is_linear(linear):
@@ -79,7 +80,7 @@ class _ParallelLinear(nn.Module):
         self.train(linear.training)
 
     def _linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return F.linear(x, self.weight.t() if self.transposed else self.weight, bias)
+        return self.product(x, self.weight.t() if self.transposed else self.weight, bias)
 
     def _require_width(self, x: torch.Tensor, width: int, what: str) -> None:
         if x.shape[-1] != width:
@@ -168,8 +169,8 @@ class ColumnParallelLinear(_ParallelLinear):
         x = x if self.is_inside else self.region.enter(x)
         self._require_width(x, self.in_features, "all of the input features")
         weight = self.weight.t() if self.transposed else self.weight
-        can_wait = self.is_inside or self.region.has_just_entered(x, self)
-        y = deferred.linear(x, weight, self.bias) if can_wait else F.linear(x, weight, self.bias)
+        can_wait = (self.is_inside or self.region.has_just_entered(x, self)) and self.product is F.linear
+        y = deferred.linear(x, weight, self.bias) if can_wait else self.product(x, weight, self.bias)
         if self.gather_output:
             return autograd_collectives.gather(y, -1, self.lengths, self.region.comm)
         self.region.locate_inside(self.totals, self.packed)
