@@ -2,7 +2,7 @@
 
     python benchmarks/planner_gpu.py [--json out.json] [--hardware here.toml]
 
-Six settings, each one rank of a job of 8 to 64 devices, executed on this GPU with communication simulated (the other
+Seven settings, each one rank of a job of 8 to 64 devices, executed on this GPU with communication simulated (the other
 ranks are not there: shapes, memory and computing are real). Predicted peak memory against the allocator's peak (within
 5%), and the time of a step by the cost model alone, for machines that are not here, against the measured (within 30%;
 a job on this machine replays steps instead). Without --hardware the GPU is measured first. Takes some minutes; needs no
@@ -56,6 +56,7 @@ class Setting:
 
 SETTINGS = (
     Setting("medium", MEDIUM, 64, "dp=8"),
+    Setting("medium-selective", MEDIUM, 64, "dp=8,recompute=selective"),
     Setting("medium-zero1", MEDIUM, 64, "dp=8,zero=1,microbatches=2"),
     Setting("medium-zero3-full", MEDIUM, 256, "dp=16,zero=3,recompute=full"),
     Setting("medium-float32", MEDIUM, 32, "dp=8,zero=2,recompute=full", "float32"),

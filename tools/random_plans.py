@@ -72,7 +72,7 @@ def _more(draw: random.Random, shape: str, traits: Traits) -> list[str]:
     elif draw.random() < (0.6 if is_single else 0.2) and counts != [1]:
         words.append(f"microbatches={draw.choice(counts)}")
     if draw.random() < (0.7 if is_single else 0.15):
-        kinds = ["full"] * ("recompute" not in traits.unfit and traits.blocks > 0) + ["selective"]
+        kinds = ["full"] * ("recompute" not in traits.unfit and traits.blocks > 0) + ["selective", "attention"]
         words.append(f"recompute={draw.choice(kinds)}")
     return words
 

@@ -234,6 +234,40 @@ def test_collectives_are_not_issued_twice(pools: Callable[[str, int], RankPool])
     assert sum(full.values()) > sum(none.values())
 
 
+class Averaging(nn.Module):
+    """Scales by a sum over ranks that no autograd function makes."""
+
+    def __init__(self, comm: uni.Communicator, how: str) -> None:
+        super().__init__()
+        self.linear, self.comm, self.how = nn.Linear(8, 8), comm, how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = x.detach() * 2.0
+        if self.how == "unisono":
+            self.comm.all_reduce(scale)
+        else:
+            torch.distributed.all_reduce(scale)
+        return self.linear(x) * scale
+
+
+def test_sums_over_ranks_are_not_taken_for_what_they_were(pools: Callable[[str, int], RankPool]) -> None:
+    for same in pools("gloo", 2).run(_averaged):
+        assert same == [True, True]
+
+
+def _averaged(comm: uni.Communicator) -> list[bool]:
+    same = []
+    for how in ("unisono", "torch"):
+        gradients = []
+        for way in ("none", "selective"):
+            torch.manual_seed(0)
+            model = recompute(nn.Sequential(Averaging(comm, how), Averaging(comm, how)), way)
+            model(torch.randn(4, 8, generator=torch.Generator().manual_seed(comm.rank))).sum().backward()
+            gradients.append([p.grad for p in model.parameters()])
+        same.append(all(torch.equal(one, two) for one, two in zip(*gradients, strict=True)))
+    return same
+
+
 def _traffic(comm: uni.Communicator) -> list[dict[str, int]]:
     from tests.equivalence import tasks
 

@@ -14,8 +14,8 @@ the backward may be done in halves, twice or with create_graph=True. What is com
 same kernels run on the same values.
 
 Ops inside a custom autograd.Function are not repeated, since kernels of its own may write to their results. Tensors
-that are changed in place are distinguished by their version counters, as autograd does. Hooks for saved tensors that
-are active around the block (torch.autograd.graph.save_on_cpu) get what is kept.
+that are changed in place are distinguished by their version counters, as autograd does, and those that a collective
+writes to by its record. Hooks for saved tensors around the block (torch.autograd.graph.save_on_cpu) get what is kept.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
+from unisono.comm import traffic
 from unisono.errors import UsageError
 from unisono.plan.profile.selective import Value, choose, is_cheap
 from unisono.torch_compat import (
@@ -46,7 +48,8 @@ def run_selectively(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     """function(*args, **kwargs), of whose saved tensors the cheap ones are dropped."""
     kind = _RegionAmidCompiled if "torch._dynamo" in sys.modules else _Region
     region = kind(saved_tensors_hooks())
-    with torch.autograd.graph.saved_tensors_hooks(region.pack, _unpack), region:
+    hooks = torch.autograd.graph.saved_tensors_hooks(region.pack, _unpack)
+    with hooks, traffic.counted(region.see_collective), region:
         return function(*args, **kwargs)
 
 
@@ -190,6 +193,9 @@ class _Region(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if getattr(func, "namespace", "") == "c10d":
+            for leaf in tree_leaves(args):
+                self._change(leaf)
         result = func(*args, **kwargs)
         if is_cheap(func) and torch.is_grad_enabled():
             with no_torch_function():
@@ -204,6 +210,8 @@ class _Region(TorchDispatchMode):
         storages = [tensor.untyped_storage() for tensor in results]
         if {storage._cdata for storage in storages} & {tensor.untyped_storage()._cdata for tensor in given}:
             return  # a view
+        if any(tensor.device != results[0].device and tensor.dim() for tensor in given):
+            return  # a copy between devices
         inputs = [self._of(tensor) for tensor in given]
         largest = max(storage.nbytes() for storage in storages)
         for tensor, value in zip(given, inputs, strict=True):
@@ -212,12 +220,23 @@ class _Region(TorchDispatchMode):
         views = iter([_View.of(value, tensor) for tensor, value in zip(given, inputs, strict=True)])
         stored_args = tuple(_replaced(value, views) for value in args)
         stored_kwargs = {name: _replaced(value, views) for name, value in kwargs.items()}
-        moved = sum(value.nbytes for value in {*inputs}) + sum(storage.nbytes() for storage in storages)
+        moved = sum(tensor.numel() * tensor.itemsize for tensor in (*given, *results))
         for index, (tensor, storage) in enumerate(zip(results, storages, strict=True)):
             place = index if isinstance(result, tuple | list) else None
             made = _Tensor(tensor, storage, (func, stored_args, stored_kwargs, place, inputs, moved))
             self._memory[storage._cdata] = made
             self._made.append(made)
+
+    def see_collective(self, record: traffic.CommRecord) -> None:
+        """Collectives write to a tensor without counting it as changed."""
+        if record.op in ("all_reduce", "broadcast", "reduce"):
+            self._change(record.tensor)
+
+    def _change(self, tensor: Any) -> None:
+        if isinstance(tensor, torch.Tensor) and _is_plain(tensor):
+            known = self._memory.pop(tensor.untyped_storage()._cdata, None)
+            if known is not None:
+                known.is_changed = True
 
     def _of(self, tensor: torch.Tensor) -> _Tensor:
         """The memory of a tensor as it is now."""
