@@ -40,7 +40,10 @@ from unisono.plan.schedules.timeline import Costs, timeline
 from unisono.planner.choice import Job
 from unisono.simulate.rank import simulated_trainer
 
-_STEPS = 3  # that are timed, after two: one that makes the optimizer's state, one whose messages are counted
+# Steps that are timed, after two: one that makes the optimizer's state, one whose messages are counted. The median of
+# a few survives a disturbance; all ranks stop after the same time, so that none is timed while others are idle.
+_FEWEST, _MOST = 3, 10
+_ENOUGH = 0.4  # seconds of steps, beyond the fewest
 _LONG = 5.0  # seconds of a step after which one is enough
 _BACKWARD = 2 / 3  # of a step's computation: what messages of gradients can hide behind
 
@@ -101,9 +104,10 @@ def replay_rank(plan: Plan, rank: int, job: Job, device: torch.device, options: 
         found.replicas = trainer.mesh.comm(*REPLICAS).ranks if trainer.mesh.size(*REPLICAS) > 1 else ()
         if trainer.pipeline is not None:
             found.schedule, found.neighbours = trainer.pipeline.schedule, trainer.pipeline.comm.ranks
-        steps = []
+        fewest = _FEWEST if first < _LONG else 1
+        steps: list[float] = []
         with _actions_timed(trainer, device) as actions:
-            for _ in range(_STEPS if first < _LONG else 1):
+            while len(steps) < fewest or (len(steps) < _MOST and sum(steps) < _ENOUGH):
                 steps.append(timed_step(trainer, job.example, device))
         found.seconds = statistics.median(steps)
         found.actions = {key: statistics.median(taken) for key, taken in actions.items()}
