@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch._guards import TracingContext
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import _config as export_config
@@ -21,8 +23,10 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import _global_optimizer_post_hooks as global_optimizer_post_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks as global_optimizer_pre_hooks
 from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_dispatch_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode as dispatch_mode
 
 __all__ = [
     "MODULE_CALL",
@@ -30,6 +34,7 @@ __all__ = [
     "SPARE_KEYS",
     "BatchNormNd",
     "ConvNd",
+    "DeviceContext",
     "FakeTensor",
     "FakeTensorMode",
     "NormBase",
@@ -39,7 +44,9 @@ __all__ = [
     "at_end_of_backward",
     "autograd_node",
     "clip_grad",
+    "compiler_at_work",
     "disable_dispatch_modes",
+    "dispatch_mode",
     "exclude_key",
     "foreach_copy_",
     "foreach_mul_",
@@ -50,17 +57,25 @@ __all__ = [
     "has_storage",
     "in_backward",
     "include_key",
+    "is_compiling",
     "is_functorch_wrapped",
     "no_autocast",
+    "is_tracing",
+    "keep_order_of_graphs",
     "no_function_modes",
     "no_spare_keys",
     "no_torch_function",
     "no_torch_function_subclass",
     "not_compiled",
+    "no_tracing",
+    "pop_function_modes",
     "random_ops",
     "saved_tensors_hooks",
+    "set_tracing",
     "storage_uses",
+    "watch_random_ops",
     "will_run",
+    "with_autograd",
 ]
 
 # ---- modes: what torch calls instead of its functions ----------------------------------------------------------------
@@ -72,14 +87,24 @@ not_compiled = torch._disable_dynamo  # a decorator: torch.compile calls such a 
 
 
 @contextlib.contextmanager
-def no_function_modes() -> Iterator[None]:
-    """In the block, no TorchFunctionMode is active, and new ones may be entered."""
-    modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+def no_function_modes(but: Collection[Any] = ()) -> Iterator[None]:
+    """In the block, no TorchFunctionMode is active, but for some, and new ones may be entered; those are left with
+    it."""
+    modes = pop_function_modes(0)
     try:
+        for mode in reversed(modes):
+            if any(mode is each for each in but):
+                torch._C._push_on_torch_function_stack(mode)
         yield
     finally:
+        pop_function_modes(0)
         for mode in reversed(modes):
             torch._C._push_on_torch_function_stack(mode)
+
+
+def pop_function_modes(left: int) -> list[Any]:
+    """Leave all but some outer modes; those that were left, the innermost first."""
+    return [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack() - left)]
 
 
 def assume_all_nonzero() -> contextlib.AbstractContextManager[Any]:
@@ -108,6 +133,19 @@ def no_spare_keys() -> contextlib.AbstractContextManager[Any]:
     return torch._C._ExcludeDispatchKeyGuard(_SPARE)
 
 
+def watch_random_ops(watch: bool | list[tuple[bool, bool]]) -> list[tuple[bool, bool]]:
+    """Whether this thread's ops look for kernels under spare keys, or as they did before; what was before."""
+    before = [
+        (torch._C._dispatch_tls_is_dispatch_key_included(key), torch._C._dispatch_tls_is_dispatch_key_excluded(key))
+        for key in _PARSED.values()
+    ]
+    states = watch if isinstance(watch, list) else [(watch, not watch)] * len(_PARSED)
+    for key, (is_included, is_excluded) in zip(_PARSED.values(), states, strict=True):
+        torch._C._dispatch_tls_set_dispatch_key_included(key, is_included)
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, is_excluded)
+    return before
+
+
 def random_ops() -> Iterator[tuple[str, Any]]:
     """All ops of aten that draw from a generator, such as "normal_" and "bernoulli_.float", with their schemas."""
     for name in torch._C._dispatch_get_all_op_names():
@@ -118,7 +156,77 @@ def random_ops() -> Iterator[tuple[str, Any]]:
                 yield name.removeprefix("aten::"), torch._C._get_schema(op, overload)
 
 
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
+
+
+_compiler = threading.local()
+
+
+def keep_order_of_graphs() -> None:
+    """Dynamo tries compiled graphs in the order in which they were made, not the last used one first: a recomputation
+    must take the graph that the forward took."""
+    torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def compiler_at_work() -> Iterator[None]:
+    """In the block, this thread compiles a graph."""
+    _compiler.depth = getattr(_compiler, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _compiler.depth -= 1
+        set_tracing(False)
+
+
+def is_compiling() -> bool:
+    """Whether this thread is in a compilation: torch calls functions on fake tensors, and for purposes of its own."""
+    return getattr(_compiler, "depth", 0) > 0 or TracingContext.try_get() is not None
+
+
+def set_tracing(is_tracing: bool) -> None:
+    """Whether what a compilation calls from here on are the operations of the graph that is compiled."""
+    if is_tracing and not getattr(_compiler, "is_tracing", False):
+        _compiler.keys = watch_random_ops(True)
+    elif not is_tracing and getattr(_compiler, "is_tracing", False):
+        watch_random_ops(_compiler.keys)
+    _compiler.is_tracing = is_tracing
+
+
+@contextlib.contextmanager
+def no_tracing() -> Iterator[None]:
+    """In the block, operations are not those of a graph that is compiled, but for the shapes of one."""
+    was_tracing = is_tracing()
+    set_tracing(False)
+    try:
+        with no_spare_keys():
+            yield
+    finally:
+        set_tracing(was_tracing)
+
+
+def is_tracing() -> bool:
+    return getattr(_compiler, "is_tracing", False)
+
+
 # ---- autograd --------------------------------------------------------------------------------------------------------
+
+
+_AUTOGRAD_KEYS = [
+    getattr(torch._C.DispatchKey, name)
+    for name in vars(torch._C.DispatchKey)
+    if name.startswith("Autograd") or name == "ADInplaceOrView"
+]
+
+
+@contextlib.contextmanager
+def with_autograd() -> Iterator[None]:
+    """In the block, within the kernel of an op, operations are recorded by autograd again."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _AUTOGRAD_KEYS:
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
+        yield
 
 
 def autograd_node() -> Any:

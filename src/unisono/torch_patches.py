@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 
 from unisono.errors import InternalError
-from unisono.torch_compat import in_backward
+from unisono.torch_compat import in_backward, is_compiling, is_tracing, no_spare_keys
 
 Function = Callable[..., Any]
 Target = tuple[Any, str]  # the module or class that has an attribute, and its name
@@ -47,6 +47,9 @@ Observer = Callable[[Function, tuple[Any, ...], dict[str, Any], Any], None]
 _ABSENT = object()  # instead of a value that a class inherits, and does not have itself
 _UNISONO = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _FRAMES_OF_MODES = 6  # between a function of torch and what a mode calls for it
+# Instead of a replaced function, while the functions of a graph are called to compile it; set by parallel/compile:
+# in_graphs(the replacement, torch's own function, args, kwargs)
+in_graphs: Callable[[Function, Function, tuple[Any, ...], dict[str, Any]], Any] | None = None
 _lock = threading.RLock()
 _entered: list[PatchSet] = []
 _observers: list[tuple[int, Observer]] = []  # with the thread whose calls they see
@@ -78,6 +81,10 @@ class PatchSet:
     @property
     def patches(self) -> list[Patch]:
         return [Patch(owner, name, self.why, self.until) for owner, new in self._new.items() for name in new]
+
+    def entries(self) -> list[tuple[Any, str, Any]]:
+        """What attributes are replaced by: the owner, the name, and the replacement as it is installed."""
+        return [(owner, name, entry) for owner, new in self._new.items() for name, entry in new.items()]
 
     def enter(self) -> None:
         with _lock:
@@ -185,6 +192,12 @@ def observed(own: Function, replacement: Function, depth: int = 1) -> Function:
 
     @functools.wraps(own)
     def entry(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            if is_tracing():
+                assert in_graphs is not None
+                return in_graphs(entry, own, args, kwargs)
+            with no_spare_keys():  # the compiler asks for shapes, or for a purpose of its own
+                return own(*args, **kwargs)
         if code is not None and _is_running(code):
             return own(*args, **kwargs)
         result = replacement(*args, **kwargs)
@@ -241,6 +254,10 @@ class Dispatcher:
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         return _called(self._own, self._chain(), *args, **kwargs)
+
+    def is_plain(self) -> bool:
+        """Whether only `innermost` handles calls of this thread."""
+        return len(self._chain()) == (self.innermost is not None)
 
     def _chain(self) -> list[Function]:
         chain = []

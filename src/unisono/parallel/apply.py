@@ -30,6 +30,7 @@ from unisono.parallel.checks.samples import find_samples
 from unisono.parallel.checks.separable import require_separable
 from unisono.parallel.checks.tokenwise import require_tokenwise
 from unisono.parallel.checks.updated_buffers import require_steady_buffers
+from unisono.parallel.compile.regions import without_compiled
 from unisono.parallel.compose import Composition, compose, example_inputs, schedule_of
 from unisono.parallel.context.sequence import require_sound_blocks
 from unisono.parallel.data import batchnorm
@@ -106,8 +107,12 @@ def parallelize(
             f"batch_dim={batch_dim!r} with {'cp' if plan.cp > 1 else 'sp'}, which needs batches with samples first; "
             "transpose the batch, or leave it out of the plan"
         )
+    if isinstance(model, nn.Module):
+        model, was_compiled = without_compiled(model)
+        plan = plan.but(compile=plan.compile or was_compiled)
     deferred = deferred_for(plan, model, seed, dtype)
     full = deferred.model
+    plan = plan.but(compile=plan.compile or getattr(full, _WAS_COMPILED, False))
     are_rules_given = rules is not None
     refuse_what_cannot_be_right(plan, full)
     precision.require_dtypes(full, optimizer)
@@ -273,12 +278,15 @@ def deferred_for(
         made = function()
         if not isinstance(made, nn.Module):
             raise UsageError(f"{_TAKES}; the function gave {type(made).__name__}")
+        made, was_compiled = without_compiled(made)
+        setattr(made, _WAS_COMPILED, was_compiled)
         return made if dtype is None else in_dtype(made, dtype)
 
     is_sharded = plan.tp > 1 or plan.pp > 1 or plan.ep > 1 or plan.zero == 3
     return defer_init(make, seed) if is_sharded else build_now(make, seed)
 
 
+_WAS_COMPILED = "unisono_was_compiled"
 _TAKES = "parallelize takes an nn.Module, a function that builds one or a list of uni.nn.LayerSpec"
 
 

@@ -32,7 +32,8 @@ import torch
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.torch_compat import is_functorch_wrapped
+from unisono.parallel.traced_ops import number_of
+from unisono.torch_compat import is_compiling, is_functorch_wrapped
 
 Lengths = Sequence[int]
 
@@ -50,6 +51,8 @@ def copy(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
     if comm.size == 1:
         return x
     require_eager(x, "a sharded layer runs")
+    if is_compiling():
+        return _TracedCopy.apply(x, comm)
     summing: _UnderWay = []
     return _started(_Copy.apply(_Wait.apply(x, summing), comm, summing))
 
@@ -72,6 +75,8 @@ def split(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> to
 def gather_to_use(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> torch.Tensor:
     if comm.size == 1:
         return x
+    if is_compiling():
+        return _TracedGatherToUse.apply(x, dim % x.dim(), lengths, comm)
     summing: _UnderWay = []
     return _started(_GatherToUse.apply(_Wait.apply(x, summing), dim % x.dim(), lengths, comm, summing))
 
@@ -148,6 +153,19 @@ class _Copy(torch.autograd.Function):
         return grad, None, None  # which nobody reads: the sum replaces it
 
 
+class _TracedCopy(torch.autograd.Function):
+    """In a graph that is compiled: the sum is an op, which is begun and waited for in one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
+        ctx.comm = comm
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _summed(grad, ctx.comm), None
+
+
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
@@ -156,7 +174,7 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return copy(grad, ctx.comm) if torch.is_grad_enabled() else grad, None
+        return copy(grad, ctx.comm) if _is_second_order() else grad, None
 
 
 class _Gather(torch.autograd.Function):
@@ -198,6 +216,17 @@ class _GatherToUse(torch.autograd.Function):
         return grad.new_zeros(()).expand(ctx.shape), None, None, None, None
 
 
+class _TracedGatherToUse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> torch.Tensor:
+        ctx.dim, ctx.lengths, ctx.comm = dim, lengths, comm
+        return _joined(x, dim, lengths, comm)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _shard_of_sum(grad, ctx.dim, ctx.lengths, ctx.comm), None, None, None
+
+
 class _ReduceToShard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> torch.Tensor:
@@ -206,7 +235,7 @@ class _ReduceToShard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
+        if _is_second_order():
             return gather_to_use(grad, ctx.dim, ctx.lengths, ctx.comm), None, None, None
         return _joined(grad, ctx.dim, ctx.lengths, ctx.comm), None, None, None
 
@@ -227,7 +256,14 @@ def unlinked(x: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
 
 
+def _is_second_order() -> bool:
+    """Whether a backward is itself to be differentiated. In a trace, gradients are always on, and that is not so."""
+    return torch.is_grad_enabled() and not is_compiling()
+
+
 def _summed(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
+    if is_compiling():
+        return torch.ops.unisono.all_reduce(x, number_of(comm))
     total = x.clone(memory_format=torch.contiguous_format)
     comm.all_reduce(total)
     return total
@@ -242,11 +278,15 @@ def _joined(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> 
     rows = x.movedim(dim, 0)
     if len(rows) < longest:
         rows = torch.cat([rows, rows.new_zeros(longest - len(rows), *rows.shape[1:])])
-    joined = rows.new_empty(comm.size * longest, *rows.shape[1:])
-    comm.all_gather_into(joined, rows.contiguous())
+    if is_compiling():
+        joined = torch.ops.unisono.all_gather_rows(rows, number_of(comm))
+    else:
+        joined = rows.new_empty(comm.size * longest, *rows.shape[1:])
+        comm.all_gather_into(joined, rows.contiguous())
     if min(lengths) < longest:
         joined = torch.cat([joined[r * longest : r * longest + length] for r, length in enumerate(lengths)])
-    return unlinked(joined.movedim(0, dim).contiguous())
+    joined = joined.movedim(0, dim).contiguous()
+    return joined if is_compiling() else unlinked(joined)
 
 
 def _shard_of_sum(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> torch.Tensor:
@@ -257,9 +297,17 @@ def _start_shard_of_sum(x: torch.Tensor, dim: int, lengths: Lengths, comm: Commu
     longest = max(lengths)
     rows = x.movedim(dim, 0)
     if min(lengths) < longest:
-        padded = rows.new_zeros(comm.size * longest, *rows.shape[1:])
-        for rank, shard in enumerate(rows.split(list(lengths))):
-            padded[rank * longest : rank * longest + len(shard)] = shard
-        rows = padded
+        shards = rows.split(list(lengths))
+        rows = torch.cat(
+            [
+                part
+                for shard in shards
+                for part in (shard, rows.new_zeros(longest - len(shard), *rows.shape[1:]))
+                if len(part)
+            ]
+        )
+    if is_compiling():
+        shard = torch.ops.unisono.reduce_scatter_rows(rows, number_of(comm))
+        return lambda: shard[: lengths[comm.rank]].movedim(0, dim).contiguous()
     handle = comm.reduce_scatter(rows.contiguous(), async_op=True)
     return lambda: unlinked(handle.wait()[: lengths[comm.rank]].movedim(0, dim).contiguous())

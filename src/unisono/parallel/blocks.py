@@ -77,6 +77,11 @@ def find_output_blocks(model: nn.Module, fix: str = _FIX) -> Blocks:
     return max(beside, key=lambda blocks: (len(blocks.modules), _weight(blocks)), default=blocks)
 
 
+def outermost_lists(model: nn.Module) -> list[Blocks]:
+    """All lists of repeated blocks that are not inside a block of another."""
+    return _outermost(_lists(model))
+
+
 def _lists(model: nn.Module) -> list[Blocks]:
     return [
         Blocks(path, tuple(module.children()))

@@ -21,6 +21,8 @@ from unisono.mesh.random.state import RandomState
 from unisono.parallel.checks.optimizer_scope import require_full_parameters
 from unisono.parallel.checks.parameter_groups import require_same_groups
 from unisono.parallel.checks.parameter_reads import ParameterReads
+from unisono.parallel.compile.loss import CompiledLoss
+from unisono.parallel.compile.regions import Compilation, compile_regions
 from unisono.parallel.context.context import Context, context_parallelize
 from unisono.parallel.data import batchnorm
 from unisono.parallel.data.bucket import is_summed
@@ -75,6 +77,7 @@ class Composition:
 
     gathered: dict[str, torch.dtype] = field(default_factory=dict)  # by ZeRO, in other dtypes than parameters have
     float8: Float8Layers = field(default_factory=Float8Layers)
+    compilation: Compilation | None = None
     head_width: HeadWidth | None = None
     context: Context | None = None
     stages: StageSplit | None = None
@@ -88,6 +91,12 @@ def shard_experts(made: Composition) -> None:
     if made.plan.tp > 1:  # reads the widths of heads of the full model
         made.head_width = HeadWidth(made.model, made.plan.tp, products=made.plan.cp == 1)
     expert_parallelize(made.model, made.mesh)
+
+
+def compile_modules(made: Composition) -> None:
+    """Blocks and other modules, as they are when they run: what later steps put around them stays eager."""
+    if made.plan.compile:
+        made.compilation = compile_regions(made.model, made.random)
 
 
 def shard_layers(made: Composition) -> None:
@@ -176,6 +185,7 @@ def replicate(made: Composition) -> None:
 
 STEPS: tuple[Callable[[Composition], None], ...] = (
     shard_experts,
+    compile_modules,
     shard_layers,
     compute_in_float8,
     shard_sequences,
@@ -197,6 +207,7 @@ def compose(made: Composition) -> Trainer:
     trainer = Trainer(
         model, plan, mesh, _global_loss(made), made.stepping, made.random, made.replicas, made.clip, made.context
     )
+    trainer.compilation = made.compilation
     trainer.head_width, trainer.model_loss, trainer.batch_dim = made.head_width, made.model_loss, made.batch_dim
     trainer.holds_shards = plan.zero > 0 or plan.pp > 1 or any(layout_of(p).splits for p in model.parameters())
     units = made.replicas.units if isinstance(made.replicas, ShardedOptimizer) else None
@@ -216,7 +227,7 @@ def compose(made: Composition) -> Trainer:
             mesh.comm("pp"),
             trainer.pipeline_loss,
             around=trainer.around,
-            split_backward=not runs_again(model) and plan.zero < 3,
+            split_backward=not runs_again(model) and not plan.compile and plan.zero < 3,
         )
         trainer.tied = TiedGradients(made.stages.tied, mesh.comm("pp"))
         for stage in made.stages.stages:
@@ -228,6 +239,8 @@ def compose(made: Composition) -> Trainer:
 def _global_loss(made: Composition) -> GlobalLoss:
     """The loss, normalised over the global batch."""
     plan, comm = made.plan, made.mesh.comm(*REPLICAS)
+    if made.compilation is not None and not isinstance(made.loss, BatchLoss):
+        made.loss = CompiledLoss(made.loss, made.compilation)
     sharing = comm if comm.size > 1 else None
     if isinstance(made.loss, BatchLoss):
         return GatheredLoss(made.loss, sharing)

@@ -25,6 +25,7 @@ from unisono.mesh.random.state import Key, RandomState, SampleDim
 from unisono.parallel.checks.optimizer_scope import require_elementwise_hooks, run_own_hooks_last
 from unisono.parallel.checks.parameter_reads import ParameterReads
 from unisono.parallel.checks.samples import Samples, find_samples
+from unisono.parallel.compile.regions import Compilation, eager_regions
 from unisono.parallel.context.context import Context
 from unisono.parallel.data.clip import TorchClipping, clip_by_norm, clip_by_value
 from unisono.parallel.data.data_parallel import DataParallel
@@ -91,6 +92,7 @@ class Trainer:
     model_loss: ModelLoss | None = None  # where the model computes the loss of labels among its inputs
     holds_shards: bool = False  # whether the optimizer has less than all of every parameter
     torch_clipping: TorchClipping | None = None  # of gradients that are sharded, in a loop of the user's own
+    compilation: Compilation | None = None  # of a plan with compile
     reads: ParameterReads | None = None  # of parameters by other modules than their own, until a step has shown none
     batch: str = "global"  # what ranks give: "global", all of them the same batch, or "local", their own samples
     is_updating: bool = False  # whether the optimizer's step is one of this trainer's
@@ -358,7 +360,8 @@ class Trainer:
         samples, refusal = None, None
         try:
             together = joined_batches(few, self.batch_dim)
-            samples = find_samples(self.model, together, self.batch_dim, loss, self.plan.microbatches)
+            with eager_regions():
+                samples = find_samples(self.model, together, self.batch_dim, loss, self.plan.microbatches)
         except UsageError as error:
             refusal = str(error)
         for message in self.mesh.comm(*self.mesh.names).all_gather_object(refusal):

@@ -51,6 +51,7 @@ class Plan:
     schedule: str = "1f1b"  # of the pipeline
     chunks: int = 1  # stages a rank holds (interleaved, zbv)
     offload: bool = False  # optimizer state in host memory
+    compile: bool = False  # blocks, the rest of the model and the loss are compiled, one by one
     boundaries: tuple[int, ...] = ()  # the first block of each stage; without, stages are balanced by parameters
 
     def __post_init__(self) -> None:
@@ -61,7 +62,7 @@ class Plan:
         if self.zero not in (0, 1, 2, 3) or isinstance(self.zero, bool):
             raise UsageError(f"plan: zero={self.zero!r}; expected 0, 1, 2 or 3")
         self._check_shard()
-        for name in ("sequence", "offload"):
+        for name in ("sequence", "offload", "compile"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"plan: {name}={getattr(self, name)!r}; expected True or False")
         _one_of("context", self.context, CONTEXT)

@@ -32,6 +32,7 @@ from unisono.planner.replay import replay
 
 _RANKED = 24  # plans of the search that are looked at
 _REPLAYED = 8  # of these, the most that are replayed,
+_COMPILED = 3  # where each has to be compiled,
 _ALIKE = 2  # and the most with the same mesh: the cost model tells these apart less well than a replay does
 _MUCH_SLOWER = 2.0  # times the best prediction of the cost model: what it says takes longer is not replayed
 _FEW_RANKS = 16  # up to which all plans that are not much slower are looked at closely; the search stays short
@@ -47,9 +48,12 @@ def choose(job: Job, comm: Communicator, device: torch.device, options: Any, *, 
         return Choice(Plan(dp=comm.size), note='batch="local": each rank has its own samples, so dp alone is chosen')
     hardware = hardware_here(comm, device)
     search, choices = _planned(job, comm, hardware, _RANKED if with_race else 1)
+    if job.compile:  # the cost model knows operations, and not how they are fused
+        choices = [replace(each, plan=each.plan.but(compile=True)) for each in choices]
     room = hardware.usable_memory - max(comm.all_gather_object(_given_bytes(job, device)))
-    entrants = [each for each in _diverse(choices) if (each.memory or 0) <= room]  # beside the user's own module
-    is_plain = choices[0].plan == Plan()  # one device that does nothing else: nothing is faster
+    most = _COMPILED if job.compile else _REPLAYED
+    entrants = [each for each in _diverse(choices, most) if (each.memory or 0) <= room]  # beside the user's own module
+    is_plain = choices[0].plan.but(compile=False) == Plan()  # one device that does nothing else: nothing is faster
     if with_race and not is_plain and len(choices) > 1 and entrants and not choices[0].note:
         found = replay([each.plan for each in entrants], job, comm, device, hardware, options)
         predicted = zip(entrants, found, strict=True)
@@ -121,14 +125,14 @@ def _given_bytes(job: Job, device: torch.device) -> int:
     return sum(each.nbytes for each in job.model.parameters() if each.device.type == device.type)
 
 
-def _diverse(choices: Sequence[Choice]) -> list[Choice]:
+def _diverse(choices: Sequence[Choice], most: int) -> list[Choice]:
     """The best few, of which not many have the same mesh."""
     seen: Counter[object] = Counter()
     chosen: list[Choice] = []
     for each in choices:
         seen[each.plan.shape] += 1
         near = (each.seconds or 0.0) <= _MUCH_SLOWER * (choices[0].seconds or 0.0)
-        if seen[each.plan.shape] <= _ALIKE and near and len(chosen) < _REPLAYED:
+        if seen[each.plan.shape] <= _ALIKE and near and len(chosen) < most:
             chosen.append(each)
     return chosen
 
@@ -143,11 +147,11 @@ def _with_reasons(search: Search | None, best: Choice, comm: Communicator) -> Ch
     """With why not its neighbours: by the race, or by the cost model where that does not contradict it."""
     why: list[tuple[str, str]] = []
     if search is not None and not best.note and best.seconds is not None:
-        judged = search.judged(best.plan, played=True)
-        measured = {lap.plan: lap.measured for lap in best.race if lap.measured}
+        judged = search.judged(best.plan.but(compile=False), played=True)
+        measured = {str(Plan.parse(lap.plan).but(compile=False)): lap.measured for lap in best.race if lap.measured}
         for each in why_not(search, judged):
             if best.race and str(each.plan) in measured:
-                slower = measured[str(each.plan)] / measured[str(best.plan)] - 1
+                slower = measured[str(each.plan)] / measured[str(judged.plan)] - 1
                 why.append((each.change, f"{slower:+.0%} (measured)"))
             elif not best.race or each.seconds is None or each.seconds >= judged.seconds:
                 why.append((each.change, each.reason))

@@ -82,6 +82,7 @@ class Job:
     batch_dim: BatchDim = 0
     clip: float | None = None
     precision: Any = "fp32"
+    compile: bool = False  # whether plans are to be compiled
 
     def task(self) -> Task:
         model = self.model

@@ -67,6 +67,8 @@ def _steps(plan: Plan, job: Job, comm: Communicator, device: torch.device, optio
         return timed_step(trainer, job.example, device)
 
     try:
+        if plan.compile:
+            step()  # compiles
         first = max(comm.all_gather_object(step()))
         return [step() for _ in range(_STEPS if first < _LONG else 1)]
     except Exception as error:

@@ -60,7 +60,7 @@ class Engine:
     all ranks, or "local", on each data rank its own samples. batch_dim: the dim of samples in a batch, as for
     uni.parallelize: 1 for time-major batches, which the engine's loader then makes. race: with
     plan="auto", the plans with the best predictions take a few real steps each, and the fastest is chosen; without, the
-    best prediction is."""
+    best prediction is. compile: as `compile` in a plan, also for plan="auto"."""
 
     def __init__(
         self,
@@ -79,6 +79,7 @@ class Engine:
         batch: str = "global",
         batch_dim: BatchDim = 0,
         race: bool = True,
+        compile: bool = False,
     ) -> None:
         self._batch_dim = require_batch_dim(batch_dim)
         if not isinstance(plan, str | Plan):
@@ -90,6 +91,11 @@ class Engine:
         self._scheduler = scheduler
         self.metrics = named(metrics)
         self._plan = plan if isinstance(plan, Plan) or plan == "auto" else Plan.parse(plan)
+        if not isinstance(compile, bool):
+            raise UsageError(f"Engine(compile={compile!r}): expected True or False")
+        if compile and isinstance(self._plan, Plan):
+            self._plan = self._plan.but(compile=True)
+        self._compile = compile
         self._precision = Precision.of(precision)
         if clip is not None and (not isinstance(clip, int | float) or isinstance(clip, bool) or not clip >= 0):
             raise UsageError(f"Engine(clip={clip!r}): expected a number of at least 0, or None")
@@ -174,7 +180,15 @@ class Engine:
 
     def _job(self, example: tuple[Any, Any]) -> Job:
         return Job(
-            self._model, self._loss, self._optimizer, example, self._rules, self._batch_dim, self._clip, self._precision
+            self._model,
+            self._loss,
+            self._optimizer,
+            example,
+            self._rules,
+            self._batch_dim,
+            self._clip,
+            self._precision,
+            compile=self._compile,
         )
 
     def cost(self) -> Choice:

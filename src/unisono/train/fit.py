@@ -106,6 +106,7 @@ class Fit:
         self._callbacks: list[Callback] = [self._display, *([folder] if folder else []), *callbacks]
         self._preemption = Preemption(engine.comm)
         self._busy = BusyMonitor()
+        self._is_compilation_reported = False
         self._profile = StepProfile()
 
     # ---- the run -------------------------------------------------------------------------------------------------
@@ -156,6 +157,13 @@ class Fit:
             self._checkpoints.wait()
         return self.history
 
+    def _report_compilation(self) -> None:
+        """Once, after the first step."""
+        compilation = self.engine.ready.compilation
+        if compilation is not None and self.options.progress and not self._is_compilation_reported:
+            self._is_compilation_reported = True
+            self._display.message(str(compilation))
+
     def _epochs(self) -> None:
         if self._ended < self.loader.epoch:  # stopped right after the last step of an epoch, then resumed
             self._end_epoch()
@@ -166,6 +174,7 @@ class Fit:
             for batch in self.loader:
                 if self._is_over(self._step(batch)):
                     return
+                self._report_compilation()
                 if self.options.steps is not None and self._is_done():
                     break
             if self.engine.ready.steps > done or (position and self._ended < self.loader.epoch):

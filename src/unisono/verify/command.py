@@ -141,7 +141,7 @@ def _show(verdict: Verdict) -> None:
         shown = "bit for bit" if each.deviation == 0 else f"{each.deviation:.1e}"
         table.add_row(each.kind, str(each.compared), shown, each.name)
     console.print(table)
-    for line in filter(None, (verdict.note, verdict.coverage)):
+    for line in filter(None, (verdict.note, verdict.coverage, verdict.compilation)):
         console.print(line, markup=False)
     console.print("[green]equivalent[/]" if verdict.equivalent else "[red]NOT equivalent[/]")
     if verdict.first_divergence:

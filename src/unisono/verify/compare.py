@@ -60,6 +60,7 @@ class Verdict:
     failure: str = ""  # how the run ended, where it neither was refused nor came to an end
     note: str = ""  # what was done for the proof that was not asked for
     coverage: str = ""  # how much of the model tp shards
+    compilation: str = ""  # what was compiled
     first_step_agrees: bool = False  # its loss and gradients
 
     @property
@@ -103,7 +104,13 @@ def compared(plan: object, plain: TrainingRecord, planned: TrainingRecord, dtype
     ]
     agrees = all(each.deviation <= _allowed(each.kind, dtype) for each in first)
     return Verdict(
-        str(plan), is_equivalent, worst, note=_note(plain), coverage=planned.coverage, first_step_agrees=agrees
+        str(plan),
+        is_equivalent,
+        worst,
+        note=_note(plain),
+        coverage=planned.coverage,
+        compilation=planned.compilation,
+        first_step_agrees=agrees,
     )
 
 

@@ -29,6 +29,8 @@ _WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 class Float64Mode(TorchFunctionMode):
     """While active, float32 means float64; only where `dtype`, that of the model, is float64."""
 
+    in_graphs = True  # see parallel/compile/regions.py
+
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
         self._is_on = dtype == torch.float64

@@ -175,7 +175,7 @@ def check_level(check: str) -> str:
 
 def changes_anything(plan: Plan) -> bool:
     """Whether a step under the plan is anything but a step of one device."""
-    return plan.world > 1 or plan.microbatches > 1 or plan.recompute != "none" or plan.zero > 0
+    return plan.world > 1 or plan.microbatches > 1 or plan.recompute != "none" or plan.zero > 0 or plan.compile
 
 
 class _Proof:
@@ -372,7 +372,7 @@ class _Proof:
         try:
             with generators_kept(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # those of the plan were given for the user's own model
-                verdict = verify_here(self._comm, task, self._plan, steps=2)
+                verdict = verify_here(self._comm, task, self._plan.but(compile=False), steps=2)
         except UnisonoError:
             return found  # for example an operation without float64: what is proved in float32 stands
         worst = {each.kind: each for each in verdict.worst}

@@ -21,6 +21,7 @@ from unisono.mesh.deferred_init.seeded_init import build, in_dtype
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random.state import RandomState
 from unisono.parallel.apply import deferred_for, parallelize
+from unisono.parallel.compile.regions import modules_in_regions
 from unisono.parallel.expert.expert import collect_aux
 from unisono.parallel.float8 import in_float8
 from unisono.parallel.full_state import full_optimizer_state
@@ -49,6 +50,7 @@ class TrainingRecord:
     replaced: set[str] = field(default_factory=set)  # kernels without float64, for the proof
     settings: dict[str, float] = field(default_factory=dict)  # the optimizer's: lr, weight_decay, ...
     coverage: str = ""  # how much of the model tp shards
+    compilation: str = ""  # what was compiled
 
 
 def batch_of(task: Task, step: int, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -203,6 +205,7 @@ def trainer_record(
     state = full_optimizer_state(trainer.optimizer, trainer.optimized(), trainer.mesh)["state"]
     record.optimizer = merged_over_stages(trainer.mesh, flat_state(_trained(state, trainer.model)))
     record.settings = settings_of(trainer.optimizer)
+    record.compilation = "" if trainer.compilation is None else str(trainer.compilation)
     return record
 
 
@@ -325,9 +328,10 @@ class ActivationRecorder:
         if self._into is not None and self._since is not None:
             self._hooks.append(self._since.register_forward_pre_hook(self._entered))
         if self._into is not None:
+            compiled = modules_in_regions(self._model)
             for name, module in self._model.named_modules():
-                if is_off_stage(module):
-                    continue  # its parameters are of another stage: nobody reads its output here
+                if is_off_stage(module) or module in compiled:
+                    continue  # its parameters are of another stage: nobody reads its output here; or no hook runs
                 self._hooks.append(module.register_forward_hook(self._noting(name)))
 
     def _entered(self, *_: Any) -> None:

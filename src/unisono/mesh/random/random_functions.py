@@ -49,6 +49,11 @@ def leave(state: RandomState) -> None:
     _PATCHES.leave()
 
 
+def entries() -> list[tuple[Any, str, Function]]:
+    """What replaces functions of torch while a RandomState is active: the owner, the name and the replacement."""
+    return _PATCHES.entries()
+
+
 def draws_decomposed() -> contextlib.AbstractContextManager[None]:
     """In the block, this thread draws by torch.rand, torch.randn and their `_like`s only, and they are torch's own."""
     thread = threading.get_ident()

@@ -35,7 +35,15 @@ from torch.distributed.tensor import DTensor
 
 from unisono.errors import UsageError
 from unisono.mesh.random.active import active_state
-from unisono.torch_compat import SPARE_KEYS, in_backward, include_key, no_spare_keys, random_ops
+from unisono.torch_compat import (
+    SPARE_KEYS,
+    in_backward,
+    include_key,
+    is_compiling,
+    is_tracing,
+    no_spare_keys,
+    random_ops,
+)
 from unisono.torch_patches import observed
 
 Form = Callable[..., Any]
@@ -94,6 +102,9 @@ def _computing(base: str, name: str, form: Form) -> Form:
     op, method = _op(name), observed(getattr(torch.Tensor, base), form, depth=2)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            _require_eager(name)
+            return _as_torch_does(op, args, kwargs)
         if active_state() is None or any(kwargs.get(key) is not None for key in ("generator", "out")):
             return _as_torch_does(op, args, kwargs)
         return method(*args)
@@ -106,11 +117,22 @@ def _refusing(base: str, name: str, schema: Any) -> Form:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         state = active_state()
+        if is_compiling():
+            if _draws(schema, args, kwargs):
+                _require_eager(name)
+            return _as_torch_does(op, args, kwargs)
         if state is not None and state.refuses_unfollowed and not in_backward() and _draws(schema, args, kwargs):
             raise UsageError(_refusal(base))
         return _as_torch_does(op, args, kwargs)
 
     return kernel
+
+
+def _require_eager(name: str) -> None:
+    if is_tracing():
+        raise UsageError(
+            f"aten.{name} draws random numbers, which a compiled graph would draw from a generator of its own"
+        )
 
 
 def _op(name: str) -> Callable[..., Any]:

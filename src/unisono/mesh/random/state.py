@@ -88,6 +88,7 @@ class RandomState:
         self.full_samples = 1
         self.refuses_unfollowed = False  # whether draws from torch's own generator are refused; see random_ops.py
         self.is_new = True  # until it has been entered and left
+        self._caller: str | None = None  # the module that draws, where no frame shows it
         self.step = step
 
     @property
@@ -272,8 +273,25 @@ class RandomState:
             )
         return draw
 
+    def name_of(self, module: torch.nn.Module) -> str | None:
+        """The name of a module in the full model."""
+        return self._names.get(module)
+
+    @contextlib.contextmanager
+    def called_by(self, name: str, locate: Locate | None = None) -> Iterator[None]:
+        """In the block, numbers are drawn as by the module of that name: for calls of a compiled graph, in which no
+        module runs. locate: see `Locate`."""
+        before = self._caller, self.locate
+        self._caller, self.locate = name, locate or self.locate
+        try:
+            yield
+        finally:
+            self._caller, self.locate = before
+
     def _site(self) -> str:
         """The name of the innermost named module that is running."""
+        if self._caller is not None:
+            return self._caller
         frame = sys._getframe(2) if len(self._names) else None
         while frame is not None:
             if frame.f_code is MODULE_CALL:

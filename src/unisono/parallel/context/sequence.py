@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -40,9 +40,10 @@ from unisono.errors import UsageError
 from unisono.mesh.global_index import Part
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random.active import active_state
-from unisono.mesh.random.state import Key
+from unisono.mesh.random.state import Key, Locate
 from unisono.parallel import autograd_collectives
 from unisono.parallel.blocks import Blocks, find_blocks, not_called, some_of_the_tokens
+from unisono.parallel.compile.regions import compiles, eager_regions
 from unisono.parallel.layout import Split, layout_of
 from unisono.parallel.rules.rules import Styles
 from unisono.parallel.tensor.linear import is_linear
@@ -71,12 +72,18 @@ class SequenceRegion(Region):
         self._own: torch.Tensor | None = None  # tokens of the block that runs
         self._like_own: list[torch.Tensor] = []  # tensors beside them with as many tokens, which are not sharded
 
-    def enter(self, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def outside(self) -> Locate:
+        return self._outside
+
+    def enter(self, x: torch.Tensor, width: int | None = None) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return super().enter(x, width)
         if hasattr(x, _FULL):
             return x  # its gradient is summed where it enters the block
         if self._like_own:
             self._require_own(x)
-        return super().enter(x)
+        return super().enter(x, width)
 
     def use(self, x: torch.Tensor) -> torch.Tensor:
         """Replaces x, which is not sharded, in a block: ranks use it in different ways."""
@@ -101,8 +108,12 @@ class SequenceRegion(Region):
         self._own = hidden
         self._like_own = [x for x in others if x.shape[:2] == hidden.shape[:2] and hidden.shape[DIM] != self.length]
         self.locate_outside()
+        may_compile = not self._like_own and not any(x.requires_grad for x in others)
+        if may_compile and compiles():
+            self.lengths = self._shards_of(hidden.shape[DIM])
         try:
-            yield
+            with nullcontext() if may_compile else eager_regions():
+                yield
         finally:
             self._own, self._like_own = None, []
             self.locate_elsewhere()
@@ -135,9 +146,7 @@ class SequenceRegion(Region):
     def shards(self, length: int) -> list[int]:
         return lengths_of(Split.even(TP, DIM, length, self.comm.size))
 
-    def leave(self, part: torch.Tensor) -> torch.Tensor:
-        self._last_entered = lambda: None
-        self.locate_outside()
+    def _left(self, part: torch.Tensor) -> torch.Tensor:
         return autograd_collectives.reduce_to_shard(part, DIM, self.shards(part.shape[DIM]), self.comm)
 
     def _entered(self, x: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.errors import UnisonoError, UsageError
 from unisono.mesh.random.state import SampleDim
+from unisono.parallel.compile.regions import eager_regions
 from unisono.parallel.loss.counts import MOST_MEANS, ExchangedCounts, PendingCounts, PredictedCounts, joined, summed
 from unisono.parallel.loss.normalizers import Count, LossNormalizer
 from unisono.parallel.share import BatchDim, dims_of, samples_between
@@ -289,6 +290,7 @@ class GlobalLoss:
             )
         self.shift = 0 if fits[0] else 1
 
+    @eager_regions()
     def _separates(self, outputs: Any, targets: Any, dim: int, shift: int) -> bool:
         """Whether two halves along a dim add up; True where the batch does not show it."""
         try:
@@ -311,6 +313,7 @@ class GlobalLoss:
                 parts.append(self._evaluated(*half))
         return self._evaluated(outputs, targets), parts
 
+    @eager_regions()
     def _prove(self, outputs: Any, targets: Any) -> None:
         """That the batch's loss is the sum of partial losses of two halves, less what both have without samples,
         on this very batch. Outputs without samples take other values: a term that is 0 by chance must not hide."""
@@ -353,12 +356,14 @@ class GlobalLoss:
 
     # ---- terms without samples -----------------------------------------------------------------------------------
 
+    @eager_regions()
     def _constant(self, outputs: Any, targets: Any) -> torch.Tensor:
         """What the loss gives for no samples."""
         none = self._samples(outputs, targets, 0, 0)
         with self._normalizer([math.inf] * MOST_MEANS):
             return self._evaluated(*none)
 
+    @eager_regions()
     def _found_constant(self, outputs: Any, targets: Any) -> torch.Tensor | None:
         """The same, to find out whether there is such a term; None where the loss cannot do without samples."""
         self._has_constant = False

@@ -118,6 +118,22 @@ class LossNormalizer(TorchFunctionMode):
         self.made = 0  # with dry: how many elements were computed all the same
         self._totals = totals
         self._dry = dry
+        self._total_in_graph: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+
+    @property
+    def in_graphs(self) -> bool:
+        """Whether a compiled loss may be traced under it: see parallel/compile."""
+        return self._totals is not None and not self._dry
+
+    def agreed_totals(self) -> Sequence[Count]:
+        assert self._totals is not None
+        return self._totals() if callable(self._totals) else self._totals
+
+    def for_trace(self, total: Callable[[torch.Tensor, int], torch.Tensor]) -> LossNormalizer:
+        """One that divides by total(the part, the number of the mean), in a graph that is traced."""
+        made = LossNormalizer((), batch_dim=self._batch_dim, sizes=self._sizes)
+        made._total_in_graph = total
+        return made
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -153,8 +169,10 @@ class LossNormalizer(TorchFunctionMode):
         number = len(self.counts)
         self.counts.append(count)
         divisor = count
-        if self._totals is not None:
-            totals = self._totals() if callable(self._totals) else self._totals
+        if self._total_in_graph is not None:
+            divisor = self._total_in_graph(part, number)
+        elif self._totals is not None:
+            totals = self.agreed_totals()
             if number >= len(totals):
                 raise UsageError(
                     f"the loss took more means than the {len(totals)} that were counted before; "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import types
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from unisono.errors import UsageError
 from unisono.parallel import autograd_collectives
+from unisono.parallel.compile.collectives import features_number, inside
 from unisono.parallel.tensor.custom_layers import is_plain
 from unisono.parallel.tensor.linear import RowParallelLinear
 from unisono.parallel.tensor.parameter_shards import ParameterSharder, packed
@@ -34,10 +36,18 @@ def by_heads(module: nn.Module, attributes: Sequence[str], region: Region) -> No
     """
     divide_sizes(module, attributes, region.comm.size)
 
-    module.forward = partial(_with_stand_in, region, module.forward)
+    # A method, not a partial function: Dynamo then takes one graph for all attentions of a class.
+    setattr(module, _REGION, region)
+    setattr(module, _FORWARD, module.forward)
+    module.forward = types.MethodType(_with_stand_in, module)
 
 
-def _with_stand_in(region: Region, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+_REGION, _FORWARD = "unisono_region", "unisono_forward"
+
+
+def _with_stand_in(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    region: Region = getattr(module, _REGION)
+    forward: Callable[..., Any] = getattr(module, _FORWARD)
     for position, value in enumerate(args):
         if isinstance(value, torch.Tensor):
             return forward(*args[:position], region.stand_in(value), *args[position + 1 :], **kwargs)
@@ -211,6 +221,7 @@ class ParallelMultiheadAttention(nn.Module):
         layer.dropout, layer.batch_first = attention.dropout, attention.batch_first
         layer.num_heads = attention.num_heads // ranks
         layer.all_heads = attention.num_heads
+        layer.features = features_number([attention.embed_dim], None)
         shards = shards or ParameterSharder(rank, ranks)
         width = attention.embed_dim
         full_value: Any
@@ -229,6 +240,7 @@ class ParallelMultiheadAttention(nn.Module):
     batch_first: bool
     num_heads: int
     all_heads: int
+    features: int
     out_proj: RowParallelLinear
 
     def forward(
@@ -248,7 +260,10 @@ class ParallelMultiheadAttention(nn.Module):
         batched = query.dim() == 3
         q, k, v = (self._heads(x, which) for which, x in enumerate((query, key, value)))
         mask = self._mask(attn_mask, key_padding_mask, q, k)
-        self.region.locate_inside([self.embed_dim])
+        if torch.compiler.is_compiling():
+            q = inside(q, self.region.number, self.features)
+        else:
+            self.region.locate_inside([self.embed_dim])
         dropout = self.dropout if self.training else 0.0
         weights = None
         if need_weights:
@@ -305,6 +320,10 @@ class ParallelMultiheadAttention(nn.Module):
 
     def _shown(self, weights: torch.Tensor, average: bool) -> torch.Tensor:
         comm = self.region.comm
+        if torch.compiler.is_compiling():
+            if average:
+                return self.region.traced(weights.sum(1) / self.all_heads, "reduce")
+            return self.region.traced(weights, "gather", 1, [self.num_heads] * comm.size)
         if average:
             return autograd_collectives.reduce(weights.sum(1) / self.all_heads, comm)
         return autograd_collectives.gather(weights, 1, [self.num_heads] * comm.size, comm)

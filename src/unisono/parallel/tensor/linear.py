@@ -22,6 +22,7 @@ from unisono.comm.communicator import Communicator
 from unisono.comm.rendezvous import world as worlds
 from unisono.errors import UsageError
 from unisono.parallel import autograd_collectives
+from unisono.parallel.compile.collectives import features_number, inside
 from unisono.parallel.tensor import deferred
 from unisono.parallel.tensor.parameter_shards import ParameterSharder, lengths_of, packed
 from unisono.parallel.tensor.region import Region
@@ -160,12 +161,15 @@ class ColumnParallelLinear(_ParallelLinear):
         self.lengths = lengths_of(split)
         self.totals = sorted({self.out_features, *part_lengths(self.out_features, parts)})
         self.packed = split if len(parts) > 1 else None
+        self.features = features_number(self.totals, self.packed)
         self.weight = shards.shard(linear.weight, split)  # type: ignore[arg-type]
         full_bias: Any = linear.bias
         bias_split = packed(0, part_lengths(self.out_features, parts), region.comm.size)
         self.register_parameter("bias", None if full_bias is None else shards.shard(full_bias, bias_split))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return self._traced(x)
         x = x if self.is_inside else self.region.enter(x)
         self._require_width(x, self.in_features, "all of the input features")
         weight = self.weight.t() if self.transposed else self.weight
@@ -175,6 +179,13 @@ class ColumnParallelLinear(_ParallelLinear):
             return autograd_collectives.gather(y, -1, self.lengths, self.region.comm)
         self.region.locate_inside(self.totals, self.packed)
         return y
+
+    def _traced(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.is_inside else self.region.enter(x, self.in_features)
+        y = self._linear(x, self.bias)
+        if self.gather_output:
+            return self.region.traced(y, "gather", -1, self.lengths)
+        return inside(y, self.region.number, self.features)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -238,7 +249,13 @@ class RowParallelLinear(_ParallelLinear):
             self._require_width(x, self.lengths[comm.rank], "this rank's shard of the input features")
         else:
             self._require_width(x, self.in_features, "all of the input features")
-            x = autograd_collectives.split(x, -1, self.lengths, comm)
+            if torch.compiler.is_compiling():
+                x = self.region.traced(x, "split", -1, self.lengths)
+            else:
+                x = autograd_collectives.split(x, -1, self.lengths, comm)
+        if self.is_inside and torch.compiler.is_compiling():
+            y = self.region.traced(self._linear(x, None), "reduce")
+            return self.region.traced(y if self.bias is None else y + self.bias, "copy")
         if self.is_inside:
             y = autograd_collectives.reduce(self._linear(x, None), comm)
             return autograd_collectives.copy(y if self.bias is None else y + self.bias, comm)

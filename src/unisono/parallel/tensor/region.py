@@ -19,8 +19,9 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.global_index import Part
 from unisono.mesh.random.active import active_state
-from unisono.mesh.random.state import Key
+from unisono.mesh.random.state import Key, Locate
 from unisono.parallel import autograd_collectives
+from unisono.parallel.compile import collectives as markers
 from unisono.parallel.layout import Split
 from unisono.parallel.tensor.parameter_shards import TP
 
@@ -34,17 +35,26 @@ class Region:
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
+        self.number = markers.register(self)  # in compiled graphs
+        self.lengths: list[int] = []  # of all ranks' shards of the sequence, in a block under sp
         self.is_inside = False  # whether the forward pass is between a column and a row layer
         self._last_entered: Callable[[], torch.Tensor | None] = lambda: None  # since the region was left
         # Of each call for random numbers inside: the dim that ranks share and its size, or None where they share none
         self._sharded_dims: dict[Key, tuple[int, int] | None] = {}
 
-    def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """What a layer sharded by columns works on.
+    @property
+    def outside(self) -> Locate | None:
+        """Gives the random state where a dropout outside of the region is."""
+        return None
+
+    def enter(self, x: torch.Tensor, width: int | None = None) -> torch.Tensor:
+        """What a layer sharded by columns works on, of that width if it is not x's.
 
         Layers that share an input (queries, keys and values; gate and up) share this too, so that it is paid for once:
         the input carries it along.
         """
+        if torch.compiler.is_compiling():
+            return markers.enter(x, self.number, x.shape[-1] if width is None else width, self.lengths)
         stood_for = getattr(x, _STANDS_FOR, None)
         if stood_for is not None:
             return stood_for
@@ -69,9 +79,18 @@ class Region:
 
     def leave(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' parts, where a layer sharded by rows ends the region."""
+        if torch.compiler.is_compiling():
+            return markers.leave(part, self.number, self.lengths)
         self._last_entered = lambda: None
         self.locate_outside()
+        return self._left(part)
+
+    def _left(self, part: torch.Tensor) -> torch.Tensor:
         return autograd_collectives.reduce(part, self.comm)
+
+    def traced(self, x: torch.Tensor, name: str, dim: int = 0, lengths: Sequence[int] = ()) -> torch.Tensor:
+        """In a graph that is compiled: a collective of autograd_collectives."""
+        return markers.collective(x, name, self.number, dim % x.dim(), list(lengths))
 
     def locate_inside(self, totals: Sequence[int], packed: Split | None = None) -> None:
         """Dropouts from here on are inside; `totals` are how many features a tensor there has on all ranks together.
@@ -151,6 +170,8 @@ class Region:
 
         It is as wide as this rank's part of the features. Used in any other way it shows: it is full of nan.
         """
+        if torch.compiler.is_compiling():
+            return markers.stand_in(x, self.number, self.lengths)
         entered = self.enter(x)
         nan = torch.full((), torch.nan, dtype=entered.dtype, device=entered.device)
         stand_in = nan.expand(*entered.shape[:-1], entered.shape[-1] // self.comm.size)

@@ -1,0 +1,317 @@
+"""Regions: the modules of a model that are compiled, one by one.
+
+Blocks are compiled alike: one graph serves all blocks of a class whose shapes agree, as Dynamo's guards decide, so that
+a deep model takes as long to compile as a shallow one. Besides blocks, modules that do more than one product (the norm
+before the head, for example) are regions. What is between regions runs eagerly: collectives of ZeRO and pipelines,
+recomputation, and the hooks of users.
+
+A region runs eagerly
+- in the first step, in which values and random numbers are checked;
+- where a mode of torch watches its operations, or its tensors have no values;
+- from then on, if it cannot be compiled: one warning has the reason.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from unisono.errors import UsageError
+from unisono.mesh.random.active import active_state
+from unisono.mesh.random.state import RandomState
+from unisono.parallel.blocks import is_container, outermost_lists
+from unisono.parallel.compile import rewrite
+from unisono.parallel.compile.collectives import Location, locate
+from unisono.torch_compat import (
+    DeviceContext,
+    compiler_at_work,
+    dispatch_mode,
+    function_modes,
+    keep_order_of_graphs,
+    no_function_modes,
+    no_spare_keys,
+    pop_function_modes,
+)
+
+_PLAIN = (nn.Linear, nn.Embedding, nn.Dropout, nn.Identity)  # one op: nothing to fuse
+
+
+_REGION = "unisono_compiled"
+_running: list[CompiledRegion] = []  # the innermost last
+_eager_depth = 0
+_any = False
+
+
+@contextmanager
+def eager_regions() -> Iterator[None]:
+    """In the block, no region is compiled."""
+    global _eager_depth
+    _eager_depth += 1
+    try:
+        yield
+    finally:
+        _eager_depth -= 1
+
+
+def compiles() -> bool:
+    """Whether this process has compiled regions."""
+    return _any
+
+
+@dataclass
+class Compilation:
+    """Of one model under one plan."""
+
+    random: RandomState
+    backend: str
+    seconds: float = 0.0  # that compiling took
+    graphs: int = 0
+    failures: dict[str, str] = field(default_factory=dict)  # of regions that run eagerly: why
+    regions: list[CompiledRegion] = field(default_factory=list)
+    has_begun: bool = False  # whether the graph of what runs has been found, or compiled
+    modes: Sequence[TorchFunctionMode] = ()  # that are on around the region that runs, and in its graph
+
+    def compile(self, graph_module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """Dynamo's backend for modules."""
+        region = _running[-1]
+        modules = {str(id(module)): module for module in region.module.modules()}
+        rewrite.rewrite(graph_module, partial(self._site, region, modules), _run_from)
+        rewrite.trace_under(graph_module, self.modes)
+        return self.compile_graph(graph_module, inputs)
+
+    def compile_graph(self, graph_module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        start, modes = time.perf_counter(), len(function_modes())
+        try:
+            with compiler_at_work():
+                compiled = _backends()[self.backend](graph_module, inputs)
+        finally:
+            pop_function_modes(modes)  # of a trace that failed
+            self.seconds += time.perf_counter() - start
+            self.graphs += 1
+
+        def run(*args: Any) -> Any:
+            self.has_begun = True
+            return compiled(*args)
+
+        return run
+
+    def _site(self, region: CompiledRegion, modules: dict[str, nn.Module], node: fx.Node) -> str:
+        """The innermost named module that makes a call, relative to the region."""
+        for module in rewrite.calling_modules(node, modules):
+            name = self.random.name_of(module)
+            if name is not None:
+                return name.removeprefix(region.name).removeprefix(".")
+        return ""
+
+    def __str__(self) -> str:
+        if not self.regions:
+            return "nothing to compile"
+        compiled = len(self.regions) - len(self.failures)
+        text = f"compiled {compiled} of {len(self.regions)} regions in {self.graphs} graphs: {self.seconds:.0f} s"
+        for name, reason in list(self.failures.items())[:1]:
+            text += f"; {name} runs eagerly: {reason}"
+        return text
+
+
+def _run_from(site: str, location: Location) -> Callable[[Callable[[], Any]], Any]:
+    """Runs a function of a compiled graph as called by a module of the region that runs. Graphs of several models may
+    have the same call, so it knows no model."""
+
+    def run(call: Callable[[], Any]) -> Any:
+        state = active_state()
+        if state is None:
+            return call()
+        with state.called_by(f"{_running[-1].name}.{site}".strip("."), locate(location)):
+            return call()
+
+    return run
+
+
+class CompiledRegion:
+    """The forward of a module, compiled where that is possible."""
+
+    def __init__(self, module: nn.Module, name: str, compilation: Compilation, runners: Runners) -> None:
+        self.module, self.name = module, name
+        self._forward = module.forward
+        self._compilation, self._runners = compilation, runners
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        modes = modes_in_graph()
+        if modes is None or self.name in self._compilation.failures or not can_be_compiled((args, kwargs)):
+            return self._forward(*args, **kwargs)
+        _running.append(self)
+        try:
+            self._compilation.modes, self._compilation.has_begun = modes, False
+            with plain_for_dynamo():
+                return self._runners(modes)(self._forward, *args, **kwargs)
+        except Exception as error:
+            if self._compilation.has_begun:
+                raise  # of the region itself, not of its compilation
+            self._compilation.failures[self.name] = failure_of(error)
+        finally:
+            _running.pop()
+        if len(self._compilation.failures) == 1:
+            warnings.warn(
+                f"{self.name} cannot be compiled and runs eagerly: {self._compilation.failures[self.name]}",
+                UserWarning,
+                stacklevel=2,
+            )
+        return self._forward(*args, **kwargs)
+
+
+def modules_in_regions(model: nn.Module) -> set[nn.Module]:
+    """Modules that do not run by themselves, but as a part of a compiled region."""
+    found: set[nn.Module] = set()
+    for module in model.modules():
+        if getattr(module, _REGION, False):
+            found.update(child for child in module.modules() if child is not module)
+    return found
+
+
+def modes_in_graph() -> list[TorchFunctionMode] | None:
+    """Function modes that are on and that a graph can be traced under: those with `in_graphs`. None if there are
+    others, but for torch's default device, which Dynamo knows."""
+    modes = [mode for mode in function_modes() if not isinstance(mode, DeviceContext)]
+    return modes if all(getattr(mode, "in_graphs", False) for mode in modes) else None
+
+
+@contextmanager
+def plain_for_dynamo() -> Iterator[None]:
+    """In the block, no mode is on but a default device, and the thread has its usual dispatch keys: Dynamo guards them,
+    and they differ from step to step."""
+    devices = [mode for mode in function_modes() if isinstance(mode, DeviceContext)]
+    with no_function_modes(but=devices), no_spare_keys():
+        yield
+
+
+class Runners:
+    """Compiled functions that call a function, by the modes that their graphs are traced under."""
+
+    def __init__(self, backend: Callable[..., Any]) -> None:
+        self._backend = backend
+        self._made: dict[tuple[type, ...], Callable[..., Any]] = {}
+
+    def __call__(self, modes: Sequence[TorchFunctionMode]) -> Callable[..., Any]:
+        kinds = tuple(map(type, modes))
+        if kinds not in self._made:
+            self._made[kinds] = torch.compile(runner(), backend=self._backend, fullgraph=True)
+        return self._made[kinds]
+
+
+def can_be_compiled(arguments: Any) -> bool:
+    """Whether what runs now may be compiled: no dispatch mode watches it, and tensors have values."""
+    if _eager_depth or dispatch_mode() is not None or torch.compiler.is_compiling():
+        return False
+    tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+    return all(type(each) in (torch.Tensor, nn.Parameter) and not each.is_meta for each in tensors)
+
+
+def compile_regions(model: nn.Module, random: RandomState) -> Compilation:
+    """Compile the model's regions when they run, from the second step on. Modules are changed in place."""
+    global _any
+    _any = True
+    import torch._dynamo  # takes a second to be imported
+
+    rewrite.prepare_dynamo()
+    keep_order_of_graphs()
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    compilation = Compilation(random, _backend_for(device))
+    runners: dict[type, Runners] = {}
+    for module in regions_of(model):
+        name = random.name_of(module)
+        of_class = runners.setdefault(type(module), Runners(compilation.compile))
+        region = CompiledRegion(module, name or "", compilation, of_class)
+        module.forward = wraps(module.forward)(partial(region))
+        setattr(module, _REGION, True)
+        compilation.regions.append(region)
+    return compilation
+
+
+def without_compiled(model: nn.Module) -> tuple[nn.Module, bool]:
+    """The model as it was before torch.compile(model), or of parts of it, or `compile()` of modules; and whether
+    anything was compiled. Parts are put back in place."""
+    was_compiled = is_compiled(model)
+    model = _own_module(model)
+    for module in model.modules():
+        for name, child in module._modules.items():
+            if child is not None and is_compiled(child):
+                module._modules[name], was_compiled = _own_module(child), True
+    for module in model.modules():
+        if module._compiled_call_impl is not None:
+            module._compiled_call_impl, was_compiled = None, True
+    return model, was_compiled
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether it is what torch.compile(module) gives; without importing the compiler."""
+    return type(module).__name__ == "OptimizedModule" and isinstance(getattr(module, "_orig_mod", None), nn.Module)
+
+
+def _own_module(module: nn.Module) -> nn.Module:
+    while is_compiled(module):
+        module = module._orig_mod  # type: ignore[assignment]
+    return module
+
+
+def regions_of(model: nn.Module) -> list[nn.Module]:
+    """Blocks, and other modules outside of them that do more than one product."""
+    blocks = [block for each in outermost_lists(model) for block in each.modules]
+    inside = {module for block in blocks for module in block.modules()}
+    rest: list[nn.Module] = []
+    taken: set[nn.Module] = set()
+    for module in model.modules():
+        if module in inside or module in taken or is_container(module) or isinstance(module, _PLAIN):
+            continue
+        if any(each in inside for each in module.modules()) or not any(True for _ in module.parameters()):
+            continue
+        rest.append(module)
+        taken.update(module.modules())
+    return [*blocks, *rest]
+
+
+def runner() -> Callable[..., Any]:
+    """A function with a code object of its own: Dynamo keeps compiled graphs by code, and those of one model under one
+    plan must not serve another, whose guards they would pass."""
+
+    def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return types.FunctionType(run.__code__.replace(), run.__globals__, run.__name__, run.__defaults__, run.__closure__)
+
+
+def _backends() -> dict[str, Callable[..., Any]]:
+    from torch._dynamo.backends.debugging import aot_eager
+    from torch._inductor.compile_fx import compile_fx
+
+    return {"inductor": compile_fx, "aot_eager": aot_eager}
+
+
+def _backend_for(device: torch.device) -> str:
+    """UsageError where there is no compiler."""
+    import os
+
+    chosen = os.environ.get("UNISONO_COMPILE_BACKEND", "inductor")
+    if chosen == "inductor" and device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        raise UsageError(
+            "compile on CPUs needs a C++ compiler, and none of c++, g++ and clang++ was found; install g++, or leave "
+            "compile out of the plan"
+        )
+    return chosen
+
+
+def failure_of(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line for line in lines if not line.endswith("raised:")]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,59 @@
+"""Collectives as ops of torch, for graphs that are traced: what autograd_collectives computes in a compiled region."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+
+import torch
+
+from unisono.comm.communicator import Communicator
+
+_numbers = itertools.count()
+_comms: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
+_number_of: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
+
+
+def number_of(comm: Communicator) -> int:
+    """The number by which a graph refers to a communicator, in this process."""
+    if comm not in _number_of:
+        _number_of[comm] = next(_numbers)
+        _comms[_number_of[comm]] = comm
+    return _number_of[comm]
+
+
+@torch.library.custom_op("unisono::all_reduce", mutates_args=())
+def all_reduce(x: torch.Tensor, comm: int) -> torch.Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    _comms[comm].all_reduce(total)
+    return total
+
+
+@all_reduce.register_fake
+def _(x: torch.Tensor, comm: int) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("unisono::all_gather_rows", mutates_args=())
+def all_gather_rows(x: torch.Tensor, comm: int) -> torch.Tensor:
+    """Along dim 0, of equally many rows of every rank."""
+    joined = x.new_empty(_comms[comm].size * x.shape[0], *x.shape[1:])
+    _comms[comm].all_gather_into(joined, x.contiguous())
+    return joined
+
+
+@all_gather_rows.register_fake
+def _(x: torch.Tensor, comm: int) -> torch.Tensor:
+    return x.new_empty(_comms[comm].size * x.shape[0], *x.shape[1:])
+
+
+@torch.library.custom_op("unisono::reduce_scatter_rows", mutates_args=())
+def reduce_scatter_rows(x: torch.Tensor, comm: int) -> torch.Tensor:
+    """Along dim 0, in equal parts."""
+    result: torch.Tensor = _comms[comm].reduce_scatter(x.contiguous())
+    return result
+
+
+@reduce_scatter_rows.register_fake
+def _(x: torch.Tensor, comm: int) -> torch.Tensor:
+    return x.new_empty(x.shape[0] // _comms[comm].size, *x.shape[1:])
