@@ -32,6 +32,8 @@ ROWS = [
     "unisono compile,microbatches=2",
     "plain compiled, recompute=full",
     "unisono compile,recompute=full",
+    "unisono compile,recompute=selective",
+    "unisono recompute=selective",
 ]
 PAIRS = [(1, 3), (4, 5), (6, 7)]
 GATE = 1.02

@@ -40,6 +40,7 @@ __all__ = [
     "NormBase",
     "OpOverload",
     "TorchDispatchMode",
+    "activation_budget",
     "assume_all_nonzero",
     "at_end_of_backward",
     "autograd_node",
@@ -59,9 +60,9 @@ __all__ = [
     "include_key",
     "is_compiling",
     "is_functorch_wrapped",
-    "no_autocast",
     "is_tracing",
     "keep_order_of_graphs",
+    "no_autocast",
     "no_function_modes",
     "no_spare_keys",
     "no_torch_function",
@@ -160,6 +161,14 @@ def random_ops() -> Iterator[tuple[str, Any]]:
 
 
 _compiler = threading.local()
+
+
+def activation_budget(share: float) -> contextlib.AbstractContextManager[Any]:
+    """In the block, compiled graphs keep at most this share of what they would keep for the backward."""
+    from torch._functorch import config
+
+    patched: contextlib.AbstractContextManager[Any] = config.patch(activation_memory_budget=share)
+    return patched
 
 
 def keep_order_of_graphs() -> None:

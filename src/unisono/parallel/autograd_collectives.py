@@ -32,7 +32,7 @@ import torch
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.parallel.traced_ops import number_of
+from unisono.parallel.compile.collective_ops import number_of
 from unisono.torch_compat import is_compiling, is_functorch_wrapped
 
 Lengths = Sequence[int]

@@ -51,6 +51,9 @@ from unisono.parallel.zero.zero import ShardedOptimizer
 from unisono.plan.plan import DATA, REPLICAS, Plan
 from unisono.plan.schedules.schedule import Schedule, schedule
 
+# Of the activations that a compiled region would keep, the share that it may under recompute=selective.
+_SELECTIVE = 0.8
+
 
 @dataclass
 class Composition:
@@ -96,7 +99,8 @@ def shard_experts(made: Composition) -> None:
 def compile_modules(made: Composition) -> None:
     """Blocks and other modules, as they are when they run: what later steps put around them stays eager."""
     if made.plan.compile:
-        made.compilation = compile_regions(made.model, made.random)
+        budget = _SELECTIVE if made.plan.recompute == "selective" else 1.0
+        made.compilation = compile_regions(made.model, made.random, budget)
 
 
 def shard_layers(made: Composition) -> None:
@@ -123,6 +127,8 @@ def globalize_batch_statistics(made: Composition) -> None:
 
 
 def recompute_activations(made: Composition) -> None:
+    if made.plan.compile and made.plan.recompute == "selective":
+        return  # the compiler chooses what is cheap to compute again
     recompute(made.model, made.plan.recompute)
 
 

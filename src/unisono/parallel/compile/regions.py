@@ -36,6 +36,7 @@ from unisono.parallel.compile import rewrite
 from unisono.parallel.compile.collectives import Location, locate
 from unisono.torch_compat import (
     DeviceContext,
+    activation_budget,
     compiler_at_work,
     dispatch_mode,
     function_modes,
@@ -76,6 +77,7 @@ class Compilation:
 
     random: RandomState
     backend: str
+    budget: float = 1.0  # of the activations that the compiler would keep: the share that it may
     seconds: float = 0.0  # that compiling took
     graphs: int = 0
     failures: dict[str, str] = field(default_factory=dict)  # of regions that run eagerly: why
@@ -94,7 +96,7 @@ class Compilation:
     def compile_graph(self, graph_module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         start, modes = time.perf_counter(), len(function_modes())
         try:
-            with compiler_at_work():
+            with compiler_at_work(), activation_budget(self.budget):
                 compiled = _backends()[self.backend](graph_module, inputs)
         finally:
             pop_function_modes(modes)  # of a trace that failed
@@ -218,8 +220,9 @@ def can_be_compiled(arguments: Any) -> bool:
     return all(type(each) in (torch.Tensor, nn.Parameter) and not each.is_meta for each in tensors)
 
 
-def compile_regions(model: nn.Module, random: RandomState) -> Compilation:
-    """Compile the model's regions when they run, from the second step on. Modules are changed in place."""
+def compile_regions(model: nn.Module, random: RandomState, budget: float = 1.0) -> Compilation:
+    """Compile the model's regions when they run. Modules are changed in place. budget: of the activations that the
+    compiler would keep, the share that it may; others are computed again."""
     global _any
     _any = True
     import torch._dynamo  # takes a second to be imported
@@ -227,7 +230,7 @@ def compile_regions(model: nn.Module, random: RandomState) -> Compilation:
     rewrite.prepare_dynamo()
     keep_order_of_graphs()
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    compilation = Compilation(random, _backend_for(device))
+    compilation = Compilation(random, _backend_for(device), budget)
     runners: dict[type, Runners] = {}
     for module in regions_of(model):
         name = random.name_of(module)

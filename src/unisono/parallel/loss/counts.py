@@ -27,32 +27,34 @@ class ExchangedCounts:
     def __init__(self, name: str, predicted: list[list[Count]], comm: Communicator | None) -> None:
         self._name = name
         self._most = max((len(counts) for counts in predicted), default=0)
-        self._agreed: list[float] | None = None
+        self._agreed: Sequence[Count] | None = None
         taken = [len(counts) for counts in predicted]
+        if comm is None or comm.size == 1:  # no one is asked, and what is on a GPU stays there
+            self._require_same(len(set(taken)) <= 1)
+            self._agreed = summed(predicted)[: self._most]
+            return
         kinds = [len(taken), sum(taken), sum(number**2 for number in taken)]
         self._message = joined([*kinds, *summed(predicted)], _device_of(predicted, comm))
-        self._handle: Handle | None = None
-        if comm is not None and comm.size > 1:
-            self._handle = comm.all_reduce(self._message, async_op=True)
-        else:
-            self._agreed = self._read()
+        self._handle: Handle = comm.all_reduce(self._message, async_op=True)
 
-    def __call__(self) -> list[float]:
+    def __call__(self) -> Sequence[Count]:
         """What all have counted, for each mean."""
         if self._agreed is None:
-            if self._handle is not None:
-                self._handle.wait()
+            self._handle.wait()
             self._agreed = self._read()
         return self._agreed
 
     def _read(self) -> list[float]:
         parts, means, squares, *totals = self._message.tolist()
-        if parts * squares != means**2:
+        self._require_same(parts * squares == means**2)
+        return totals[: round(means / parts)] if parts else []
+
+    def _require_same(self, takes_same: bool) -> None:
+        if not takes_same:
             raise UsageError(
                 f"the loss {self._name} takes {self._most} means on some of this rank's part of the batch and another "
                 "number elsewhere; a loss must take the same means whatever the batch's size"
             )
-        return totals[: round(means / parts)] if parts else []
 
 
 class PredictedCounts:
