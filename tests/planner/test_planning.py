@@ -204,7 +204,14 @@ def test_predicted_memory_is_what_is_allocated() -> None:
         assert predicted == pytest.approx(allocated, rel=0.05), plan
 
 
-PLANS = ("dp=8,zero=1,microbatches=2", "dp=8,zero=2,recompute=full", "dp=2,tp=4,sp,zero=1")
+PLANS = (
+    "dp=8,zero=1,microbatches=2",
+    "dp=8,zero=2,recompute=full",
+    "dp=2,tp=4,sp,zero=1",
+    "dp=8,recompute=selective",
+    "dp=2,tp=4,recompute=selective",
+    "dp=2,tp=4,sp,recompute=selective",
+)
 
 
 def _allocated() -> list[tuple[str, float, float]]:

@@ -121,7 +121,9 @@ class _Tensor(Value):
             return self.packed.unpack()
         assert self._func is not None
         args = [_filled(each) for each in self._args]
-        made = self._func(*args, **{name: _filled(each) for name, each in self._kwargs.items()})
+        kwargs = {name: _filled(each) for name, each in self._kwargs.items()}
+        with torch.no_grad(), no_autocast():
+            made = self._func(*args, **kwargs)
         found: torch.Tensor = made if self._index is None else made[self._index]
         if self.pending:
             self.tensor = found  # until the last handle is unpacked
@@ -154,7 +156,7 @@ class _Handle:
         view.value.pending += 1
 
     def unpack(self) -> torch.Tensor:
-        with torch.no_grad(), no_torch_function(), no_autocast():
+        with no_torch_function():
             found = self.view.get()
         self.done()
         return found
