@@ -112,6 +112,7 @@ class MessageLayout:
         widths = [1 if dtype is None or self.dtype is None else dtype.itemsize // self.dtype.itemsize
                   for dtype in self._dtypes]  # fmt: skip
         aligned = max(widths)
+        self._is_dense = aligned == 1  # one shard begins where the one before ends
         self._spans: list[list[tuple[int, int]]] = []  # of each rank: where in its chunk each shard is
         self.chunk = 0  # elements
         for rank in range(ranks):
@@ -138,10 +139,16 @@ class MessageLayout:
 
     def of_chunk(self, chunk: torch.Tensor, rank: int) -> list[torch.Tensor]:
         """The same in the chunk of the rank."""
-        return [
-            _viewed(chunk[first:last], dtype).view(len(shard.held[rank]), *shard.shape[1:])
-            for (first, last), dtype, shard in zip(self._spans[rank], self._dtypes, self._shards, strict=True)
-        ]
+        parts = zip(self.flat(chunk, rank), self._shards, strict=True)
+        return [part.view(len(shard.held[rank]), *shard.shape[1:]) for part, shard in parts]
+
+    def flat(self, chunk: torch.Tensor, rank: int) -> Sequence[torch.Tensor]:
+        """The same, each in one dim."""
+        spans = self._spans[rank]
+        if self._is_dense:
+            sizes = [last - first for first, last in spans]
+            return chunk[: sum(sizes)].split(sizes)
+        return [_viewed(chunk[first:last], dtype) for (first, last), dtype in zip(spans, self._dtypes, strict=True)]
 
 
 def _viewed(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -203,8 +210,7 @@ class ShardBucket(Bucket):
         chunk = torch.empty(layout.chunk, dtype=layout.dtype, device=device)
         if layout.has_padding:
             chunk.zero_()
-        slots = layout.of_chunk(chunk, self.comm.rank)
-        _copy(slots, [local.view(slot.shape) for local, slot in zip(locals_, slots, strict=True)])
+        _copy(layout.flat(chunk, self.comm.rank), [local.reshape(-1) for local in locals_])
         message = (spare or Spare()).take(self.comm.size * layout.chunk, chunk.dtype, device)
         return self.comm.all_gather_into(message, chunk, async_op=True)
 
@@ -225,5 +231,5 @@ class ShardBucket(Bucket):
 
     def mine_in(self, chunk: torch.Tensor) -> list[torch.Tensor]:
         """This rank's shard of every gradient, in its chunk of a message."""
-        parts = self._gradients.of_chunk(chunk, self.comm.rank)
+        parts = self._gradients.flat(chunk, self.comm.rank)
         return [part.view(shard.local_shape) for shard, part in zip(self.shards, parts, strict=True)]
