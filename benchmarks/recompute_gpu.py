@@ -5,8 +5,8 @@
 hidden 2048, 16 layers, batch of 8 x 1,024 tokens, bfloat16, AdamW; without transformers, the same layers written here.
 Settings take turns, step by step, so that all of them see the same GPU: milliseconds of a step are medians. Activations
 are the peak of a step less the state (parameters, gradients and optimizer state). `sac` is torch's
-create_selective_checkpoint_contexts around every block, with products and attention kept. With --compile, blocks are
-compiled first; `sac` is left out. Takes about a minute (two with --compile).
+create_selective_checkpoint_contexts around every block, with products and attention kept; with --compile, where plans
+have `compile`, it is left out. Takes about a minute (two with --compile).
 """
 
 from __future__ import annotations
@@ -140,12 +140,9 @@ class Measured:
     def __init__(self, way: str, chosen: argparse.Namespace, batch: torch.Tensor) -> None:
         torch.manual_seed(0)
         model = build(chosen).to(torch.bfloat16).to(batch.device)
-        if chosen.compile:
-            for block in find_blocks(model).modules:
-                block.forward = torch.compile(block.forward)
         if way == "sac":
             with_contexts(model)
-        plan = uni.Plan(recompute="none" if way == "sac" else way)
+        plan = uni.Plan(recompute="none" if way == "sac" else way, compile=chosen.compile)
         self.way, self.batch = way, batch
         self.trainer = uni.parallelize(
             model, plan, loss=loss, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True), check="off"
