@@ -145,7 +145,10 @@ def share_of(full: Batch) -> Batch:
 
 
 def plain_step(
-    model: nn.Module, stepping: torch.optim.Optimizer, sharded: Callable[[Batch], Batch] = lambda full: full
+    model: nn.Module,
+    stepping: torch.optim.Optimizer,
+    sharded: Callable[[Batch], Batch] = lambda full: full,
+    loss: Callable[..., torch.Tensor] = loss,
 ) -> Callable[[Batch], torch.Tensor]:
     """The loop that everybody writes."""
 
@@ -174,6 +177,33 @@ def torch_fully_shard(config: Config) -> Contestant:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return Contestant(plain_step(model, optimizer(config)(model.parameters()), share_of), "share")
+
+
+def torch_ddp_compiled(config: Config) -> Contestant:
+    built = compiled(build(config))
+    model = nn.parallel.DistributedDataParallel(built, gradient_as_bucket_view=True)
+    step = plain_step(model, optimizer(config)(model.parameters()), share_of, torch.compile(loss))
+    return Contestant(step, "share")
+
+
+def torch_fully_shard_compiled(config: Config) -> Contestant:
+    from torch.distributed.fsdp import fully_shard
+
+    model = compiled(build(config))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    step = plain_step(model, optimizer(config)(model.parameters()), share_of, torch.compile(loss))
+    return Contestant(step, "share")
+
+
+def compiled(model: GPT) -> GPT:
+    """Block by block, as torchtitan does."""
+    for block in model.blocks:
+        block.compile()
+    model.norm.compile()
+    return model
 
 
 def torch_parallelize_module(config: Config) -> Contestant:
@@ -294,6 +324,11 @@ def groups(config: Config) -> dict[str, dict[str, Make]]:
             "unisono dp=2,zero=3": unisono("dp=2,zero=3"),
             "torch fully_shard": torch_fully_shard,
             "DeepSpeed ZeRO-3": deepspeed(3),
+        },
+        "dp-compile": {"unisono dp=2,compile": unisono("dp=2,compile"), "torch DDP, compiled": torch_ddp_compiled},
+        "zero3-compile": {
+            "unisono dp=2,zero=3,compile": unisono("dp=2,zero=3,compile"),
+            "torch fully_shard, compiled": torch_fully_shard_compiled,
         },
         "tp": {"unisono tp=2": unisono("tp=2"), "torch parallelize_module": torch_parallelize_module},
         "pp": {f"unisono {pipeline}": unisono(pipeline), "torch Schedule1F1B": torch_schedule_1f1b},
