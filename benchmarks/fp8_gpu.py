@@ -73,13 +73,10 @@ def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def trainer_of(precision: str, lr: float, *sizes: int) -> Any:
     torch.manual_seed(0)
     model = Llama(*sizes).cuda()
-    trainer = uni.parallelize(
-        model, "dp=1", loss=token_loss, optimizer=lambda p: torch.optim.AdamW(p, lr=lr, fused=True),
+    return uni.parallelize(
+        model, "dp=1,compile", loss=token_loss, optimizer=lambda p: torch.optim.AdamW(p, lr=lr, fused=True),
         precision=precision, check="off",
     )  # fmt: skip
-    for block in model.blocks:
-        block.compile()
-    return trainer
 
 
 def speed(rounds: int) -> dict[str, Any]:

@@ -108,6 +108,30 @@ def test_another_rounding_is_found(pools: Pools) -> None:
     assert not pools("gloo", 2).run(proved, "dp=2", True)[0].equivalent
 
 
+def compiled(comm: Communicator) -> list[list[float]]:
+    """Layers that are compiled regions themselves, with and without float8."""
+
+    def layers() -> nn.Module:
+        return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)).double()
+
+    emulated = Precision.of("fp8,least=16").emulated(layers())
+    example = drawn(8, 32).double(), drawn(8, 32, seed=1).double()
+    found = []
+    for plan, precision in (("dp=1", emulated), ("dp=1,compile", emulated), ("dp=1", "fp32")):
+        trainer = parallelize(
+            layers, plan, loss=F.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), example=example,
+            precision=precision,
+        )  # fmt: skip
+        found.append([trainer.step(example).item() for _ in range(2)])
+    return found
+
+
+def test_compiled_layers_are_float8(pools: Pools) -> None:
+    eager, with_compile, exact = pools("gloo", 1).run(compiled)[0]
+    assert with_compile == pytest.approx(eager, rel=1e-12)
+    assert eager != pytest.approx(exact, rel=1e-6)
+
+
 def refused_here(comm: Communicator) -> None:
     with pytest.raises(UsageError, match="precision=fp8 computes on a GPU, but the model is on the cpu; use"):
         parallelize(TASK.model, "dp=1", loss=TASK.loss, optimizer=TASK.optimizer, precision="fp8,least=16")

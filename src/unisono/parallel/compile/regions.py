@@ -146,8 +146,13 @@ class CompiledRegion:
 
     def __init__(self, module: nn.Module, name: str, compilation: Compilation, runners: Runners) -> None:
         self.module, self.name = module, name
-        self._forward = module.forward
+        self._own_forward = vars(module).get("forward")  # of this module alone, where it is not its class's
         self._compilation, self._runners = compilation, runners
+
+    @property
+    def _forward(self) -> Callable[..., Any]:
+        """Looked up for each call: a layer may be given another class later (float8.py)."""
+        return self._own_forward or type(self.module).forward.__get__(self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         modes = modes_in_graph()
