@@ -24,7 +24,7 @@ from unisono.parallel.pipeline.message import MessageForm, TensorForm
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.split import split
 from unisono.parallel.pipeline.tied import TiedGradients
-from unisono.parallel.recompute import recompute
+from unisono.parallel.recomputation.recompute import recompute
 from unisono.plan.schedules.action import Action
 from unisono.plan.schedules.activations import microbatches_alive
 from unisono.plan.schedules.schedule import schedule

@@ -16,7 +16,7 @@ from examples.gpt import GPT, Config
 from tests.parallel.live import Allocated
 from unisono.errors import UsageError
 from unisono.mesh.random.state import RandomState
-from unisono.parallel.recompute import recompute, runs_again
+from unisono.parallel.recomputation.recompute import recompute, runs_again
 
 WAYS = ["none", "selective", "attention", "full", ("*.fc?", "blocks.1"), ["blocks.*.attention"]]
 TOKENS = torch.randint(17, (3, 32), generator=torch.Generator().manual_seed(1))

@@ -16,7 +16,7 @@ from tests.parallel.live import Allocated
 from tests.ranks import RankPool
 from unisono.comm import traffic
 from unisono.errors import UsageError
-from unisono.parallel.recompute import recompute
+from unisono.parallel.recomputation.recompute import recompute
 from unisono.plan.cost.memory import saved_by
 from unisono.plan.hardware.toml import read_hardware
 from unisono.plan.profile.model_profile import Setting

@@ -10,7 +10,8 @@ context/              sequence and context parallelism: sharded tokens, ring and
 expert/               expert parallelism
 pipeline/             pipeline parallelism
 loss/                 the loss of the global batch, from losses of its parts
-recompute, selective  activation recomputation: of modules and attention; of single ops
+recomputation/        activation recomputation: of modules and attention; of single ops
+compile/              torch.compile of blocks, the modules around them and the loss
 precision             half precision
 float8                linear layers in float8
 master_weights        bfloat16 parameters: float32 copies, or steps that are rounded without them

@@ -32,7 +32,7 @@ import torch
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.parallel.compile.collective_ops import number_of
+from unisono.parallel.compile.collective_ops import eager_only, number_of
 from unisono.torch_compat import is_compiling, is_functorch_wrapped
 
 Lengths = Sequence[int]
@@ -47,6 +47,7 @@ def require_eager(x: Any, what: str) -> None:
         )
 
 
+@eager_only
 def copy(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
     if comm.size == 1:
         return x
@@ -57,21 +58,25 @@ def copy(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
     return _started(_Copy.apply(_Wait.apply(x, summing), comm, summing))
 
 
+@eager_only
 def reduce(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
     require_eager(x, "a sharded layer runs")
     return x if comm.size == 1 else _Reduce.apply(x, comm)
 
 
+@eager_only
 def gather(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> torch.Tensor:
     require_eager(x, "a sharded layer runs")
     return x if comm.size == 1 else _Gather.apply(x, dim % x.dim(), lengths, comm)
 
 
+@eager_only
 def split(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> torch.Tensor:
     require_eager(x, "a sharded layer runs")
     return x if comm.size == 1 else _Split.apply(x, dim % x.dim(), lengths, comm)
 
 
+@eager_only
 def gather_to_use(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> torch.Tensor:
     if comm.size == 1:
         return x
@@ -81,10 +86,12 @@ def gather_to_use(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicato
     return _started(_GatherToUse.apply(_Wait.apply(x, summing), dim % x.dim(), lengths, comm, summing))
 
 
+@eager_only
 def reduce_to_shard(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> torch.Tensor:
     return x if comm.size == 1 else _ReduceToShard.apply(x, dim % x.dim(), lengths, comm)
 
 
+@eager_only
 def count_once(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
     return x if comm.size == 1 else _CountOnce.apply(x, comm.rank == 0)
 

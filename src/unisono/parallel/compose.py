@@ -41,7 +41,7 @@ from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.split import StageSplit, require_stages, split
 from unisono.parallel.pipeline.tied import TiedGradients
 from unisono.parallel.precision import FULL, Precision, accumulate_in_float32
-from unisono.parallel.recompute import recompute, runs_again
+from unisono.parallel.recomputation.recompute import recompute, runs_again
 from unisono.parallel.share import BatchDim, first_batch_size, share, shares
 from unisono.parallel.tensor.head_width import HeadWidth
 from unisono.parallel.tensor.tensor_parallel import tensor_parallelize

@@ -26,7 +26,7 @@ from unisono.parallel.expert.expert import MoE
 from unisono.parallel.inputs import call
 from unisono.parallel.meta.meta_tensors import meta_copy, to_meta
 from unisono.parallel.meta.shapes import KnownShapes
-from unisono.parallel.recompute import recomputed_modules
+from unisono.parallel.recomputation.recompute import recomputed_modules
 from unisono.parallel.share import BatchDim, batch_slice, first_batch_size
 from unisono.plan.plan import RUN_ONCE, Plan
 from unisono.torch_compat import TorchDispatchMode

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
 from unisono.comm.communicator import Communicator
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+EAGER_ONLY: list[Callable[..., Any]] = []  # functions that Dynamo must not trace
 _numbers = itertools.count()
 _comms: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
 _number_of: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
+
+
+def eager_only(function: Function) -> Function:
+    """A decorator: in a region that is compiled, Dynamo fails at the function, and the region runs eagerly."""
+    EAGER_ONLY.append(function)
+    return function
 
 
 def number_of(comm: Communicator) -> int:

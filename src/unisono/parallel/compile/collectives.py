@@ -18,26 +18,45 @@ import itertools
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from unisono.comm.communicator import Communicator
+from unisono.mesh.global_index import Part
 from unisono.mesh.random.active import active_state
+from unisono.mesh.random.state import Key, Locate
 from unisono.parallel import autograd_collectives
+from unisono.parallel.compile.collective_ops import EAGER_ONLY
+from unisono.parallel.layout import Split
 
-if TYPE_CHECKING:
-    from unisono.mesh.random.state import Locate
-    from unisono.parallel.layout import Split
-    from unisono.parallel.tensor.region import Region
+
+class TracedRegion(Protocol):
+    """A tensor-parallel region, as graphs know it; see tensor/region.py."""
+
+    comm: Communicator
+
+    @property
+    def outside(self) -> Locate | None: ...
+
+    def inside(
+        self,
+        totals: Sequence[int],
+        packed: Split | None,
+        shape: Sequence[int],
+        kind: str,
+        parts: dict[int, Part],
+        key: Key | None = None,
+    ) -> dict[int, Part]: ...
+
 
 _numbers = itertools.count()
-_regions: weakref.WeakValueDictionary[int, Region] = weakref.WeakValueDictionary()
+_regions: weakref.WeakValueDictionary[int, TracedRegion] = weakref.WeakValueDictionary()
 _features: dict[Hashable, int] = {}
 _feature_sets: list[tuple[Sequence[int], Split | None]] = []
 
 
-def register(region: Region) -> int:
+def register(region: TracedRegion) -> int:
     """The number of a region in graphs."""
     number = next(_numbers)
     _regions[number] = region
@@ -65,7 +84,7 @@ def locate(location: Location) -> Locate | None:
     if where == "outside":
         return _regions[region].outside
     totals, packed = _feature_sets[features]
-    return partial(_regions[region]._inside, totals, packed)
+    return partial(_regions[region].inside, totals, packed)
 
 
 # ---- markers: called by Dynamo on fake tensors ---------------------------------------------------------------------
@@ -116,18 +135,10 @@ COLLECTIVES = (
 MARKERS: tuple[Callable[..., Any], ...] = (enter, leave, stand_in, inside, collective)
 
 
-def eager_only() -> Iterator[Callable[..., Any]]:
-    """Functions that Dynamo must not trace."""
-    from unisono.parallel.context.sequence import SequenceRegion
-    from unisono.parallel.tensor.region import Region
-
+def never_traced() -> Iterator[Callable[..., Any]]:
+    """Functions at which Dynamo fails, as their result depends on what is only known when they run."""
     yield active_state
-    for name in ("copy", "reduce", "gather", "split", "gather_to_use", "reduce_to_shard", "count_once"):
-        yield getattr(autograd_collectives, name)
-    for kind in (Region, SequenceRegion):
-        for name in ("locate_inside", "locate_outside", "locate_elsewhere", "enter_tokens", "leave_tokens", "use"):
-            if name in vars(kind):
-                yield vars(kind)[name]
+    yield from EAGER_ONLY
     for base in Communicator.__mro__:
         for name in COLLECTIVES:
             if name in vars(base):

@@ -69,7 +69,7 @@ def prepare_dynamo() -> None:
     replaced = [entry for _, _, entry in (*random_functions.entries(), *attention.patch.entries())]
     for entry in (*replaced, *collectives.MARKERS):
         torch._dynamo.allow_in_graph(entry)
-    for function in collectives.eager_only():
+    for function in collectives.never_traced():
         torch._dynamo.forbid_in_graph(function)
 
 

@@ -43,6 +43,7 @@ from unisono.mesh.random.active import active_state
 from unisono.mesh.random.state import Key, Locate
 from unisono.parallel import autograd_collectives
 from unisono.parallel.blocks import Blocks, find_blocks, not_called, some_of_the_tokens
+from unisono.parallel.compile.collective_ops import eager_only
 from unisono.parallel.compile.regions import compiles, eager_regions
 from unisono.parallel.layout import Split, layout_of
 from unisono.parallel.rules.rules import Styles
@@ -85,6 +86,7 @@ class SequenceRegion(Region):
             self._require_own(x)
         return super().enter(x, width)
 
+    @eager_only
     def use(self, x: torch.Tensor) -> torch.Tensor:
         """Replaces x, which is not sharded, in a block: ranks use it in different ways."""
         if hasattr(x, _FULL):
@@ -169,12 +171,14 @@ class SequenceRegion(Region):
             )
         return shards
 
+    @eager_only
     def locate_outside(self) -> None:
         self.is_inside = False
         state = active_state()
         if state is not None:
             state.locate = self._outside
 
+    @eager_only
     def locate_elsewhere(self) -> None:
         """Dropouts from here on are not in the blocks."""
         super().locate_outside()
@@ -192,6 +196,7 @@ class SequenceRegion(Region):
         mine = Part(range(first, first + shape[DIM]), sum(shards))
         return parts | {DIM: mine.within(parts[DIM]) if DIM in parts else mine}
 
+    @eager_only
     def enter_tokens(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
@@ -200,6 +205,7 @@ class SequenceRegion(Region):
         self._tokens = [int(tokens) for tokens in self.comm.all_gather(mine)]
         return autograd_collectives.gather_to_use(value, 0, self._tokens, self.comm)
 
+    @eager_only
     def leave_tokens(self, part: torch.Tensor) -> torch.Tensor:
         return autograd_collectives.reduce_to_shard(part, 0, self._tokens, self.comm)
 

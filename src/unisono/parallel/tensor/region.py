@@ -22,6 +22,7 @@ from unisono.mesh.random.active import active_state
 from unisono.mesh.random.state import Key, Locate
 from unisono.parallel import autograd_collectives
 from unisono.parallel.compile import collectives as markers
+from unisono.parallel.compile.collective_ops import eager_only
 from unisono.parallel.layout import Split
 from unisono.parallel.tensor.parameter_shards import TP
 
@@ -92,14 +93,16 @@ class Region:
         """In a graph that is compiled: a collective of autograd_collectives."""
         return markers.collective(x, name, self.number, dim % x.dim(), list(lengths))
 
+    @eager_only
     def locate_inside(self, totals: Sequence[int], packed: Split | None = None) -> None:
         """Dropouts from here on are inside; `totals` are how many features a tensor there has on all ranks together.
         packed: how features that are several parts one after the other are shared out."""
         self.is_inside = True
         state = active_state()
         if state is not None:
-            state.locate = partial(self._inside, totals, packed)
+            state.locate = partial(self.inside, totals, packed)
 
+    @eager_only
     def locate_outside(self) -> None:
         """Dropouts from here on are outside."""
         self.is_inside = False
@@ -107,7 +110,7 @@ class Region:
         if state is not None:
             state.locate = None
 
-    def _inside(
+    def inside(
         self,
         totals: Sequence[int],
         packed: Split | None,
@@ -158,10 +161,12 @@ class Region:
     def _entered(self, x: torch.Tensor) -> torch.Tensor:
         return autograd_collectives.copy(x, self.comm)
 
+    @eager_only
     def enter_tokens(self, value: Any) -> Any:
         """As `enter`, for arguments whose first dim are tokens: of experts. Other arguments stay as they are."""
         return self.enter(value) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
+    @eager_only
     def leave_tokens(self, part: torch.Tensor) -> torch.Tensor:
         return self.leave(part)
 

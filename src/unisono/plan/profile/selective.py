@@ -8,8 +8,8 @@ A dropped value is computed from values that are kept: saved ones, or the inputs
 float32 of a bfloat16 residual stream keeps the stream and drops its float32 copy. Random numbers and collectives are
 never repeated.
 
-`choose` is the policy. It runs twice: on a block's real tensors (parallel/selective.py), and on those of a trace, for
-the memory and time of plans (from_trace.py).
+`choose` is the policy. It runs twice: on a block's real tensors (parallel/recomputation/selective.py), and on those of
+a trace, for the memory and time of plans (from_trace.py).
 """
 
 from __future__ import annotations

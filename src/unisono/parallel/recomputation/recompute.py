@@ -36,7 +36,7 @@ from unisono.parallel.autograd_collectives import require_eager
 from unisono.parallel.blocks import find_blocks
 from unisono.parallel.context import sharded_attention
 from unisono.parallel.context.sharded_attention import ShardedAttention
-from unisono.parallel.selective import run_selectively
+from unisono.parallel.recomputation.selective import run_selectively
 from unisono.plan.plan import RECOMPUTE
 from unisono.torch_compat import function_modes, is_functorch_wrapped
 from unisono.torch_patches import attention
