@@ -37,6 +37,7 @@ PLANS = [
     "dp=2,microbatches=2",
     "dp=2,zero=1,recompute=full",
     "tp=2,recompute=full,microbatches=2",
+    "tp=2,sp,recompute=selective",
     "cp=2,context=ulysses,zero=2",
     "pp=2,microbatches=4,schedule=zb1p",
     "pp=2,chunks=2,microbatches=2,schedule=interleaved,recompute=full",
@@ -112,7 +113,7 @@ def _trained(
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-@pytest.mark.parametrize("plan", ["compile", "compile,microbatches=2,recompute=full"])
+@pytest.mark.parametrize("plan", ["compile,recompute=selective", "compile,microbatches=2,recompute=full"])
 def test_inductor_gives_the_losses_of_one_device_with_its_dropout_masks(
     monkeypatch: pytest.MonkeyPatch, plan: str
 ) -> None:

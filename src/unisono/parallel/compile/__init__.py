@@ -2,6 +2,7 @@
 
     regions.py     which modules are compiled, one by one; the first step and whatever cannot be compiled run eagerly
     rewrite.py     Dynamo's graph of a region, rewritten before it is compiled: calls that unisono handles become ops
+    backends.py    inductor, or AOTAutograd alone; what they must not compute again
     eager_op.py    an op that runs a Python function eagerly within a compiled graph, with its gradient
     collectives.py tensor parallelism in a graph: markers that Dynamo records, and the collectives that they become
     collective_ops.py  all_reduce, all_gather and reduce_scatter as ops

@@ -13,7 +13,6 @@ A region runs eagerly
 
 from __future__ import annotations
 
-import shutil
 import time
 import types
 import warnings
@@ -28,11 +27,11 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from unisono.errors import UsageError
 from unisono.mesh.random.active import active_state
 from unisono.mesh.random.state import RandomState
 from unisono.parallel.blocks import is_container, outermost_lists
 from unisono.parallel.compile import rewrite
+from unisono.parallel.compile.backends import backend_for, compiler
 from unisono.parallel.compile.collectives import Location, locate
 from unisono.torch_compat import (
     DeviceContext,
@@ -97,7 +96,7 @@ class Compilation:
         start, modes = time.perf_counter(), len(function_modes())
         try:
             with compiler_at_work(), activation_budget(self.budget):
-                compiled = _backends()[self.backend](graph_module, inputs)
+                compiled = compiler(self.backend)(graph_module, inputs)
         finally:
             pop_function_modes(modes)  # of a trace that failed
             self.seconds += time.perf_counter() - start
@@ -235,7 +234,7 @@ def compile_regions(model: nn.Module, random: RandomState, budget: float = 1.0) 
     rewrite.prepare_dynamo()
     keep_order_of_graphs()
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    compilation = Compilation(random, _backend_for(device), budget)
+    compilation = Compilation(random, backend_for(device), budget)
     runners: dict[type, Runners] = {}
     for module in regions_of(model):
         name = random.name_of(module)
@@ -297,26 +296,6 @@ def runner() -> Callable[..., Any]:
         return forward(*args, **kwargs)
 
     return types.FunctionType(run.__code__.replace(), run.__globals__, run.__name__, run.__defaults__, run.__closure__)
-
-
-def _backends() -> dict[str, Callable[..., Any]]:
-    from torch._dynamo.backends.debugging import aot_eager
-    from torch._inductor.compile_fx import compile_fx
-
-    return {"inductor": compile_fx, "aot_eager": aot_eager}
-
-
-def _backend_for(device: torch.device) -> str:
-    """UsageError where there is no compiler."""
-    import os
-
-    chosen = os.environ.get("UNISONO_COMPILE_BACKEND", "inductor")
-    if chosen == "inductor" and device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
-        raise UsageError(
-            "compile on CPUs needs a C++ compiler, and none of c++, g++ and clang++ was found; install g++, or leave "
-            "compile out of the plan"
-        )
-    return chosen
 
 
 def failure_of(error: Exception) -> str:
