@@ -17,7 +17,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
@@ -193,10 +193,14 @@ def modes_in_graph() -> list[TorchFunctionMode] | None:
     return modes if all(getattr(mode, "in_graphs", False) for mode in modes) else None
 
 
-@contextmanager
-def plain_for_dynamo() -> Iterator[None]:
+def plain_for_dynamo() -> AbstractContextManager[None]:
     """In the block, no mode is on but a default device, and the thread has its usual dispatch keys: Dynamo guards them,
     and they differ from step to step."""
+    return _without_modes() if function_modes() else no_spare_keys()
+
+
+@contextmanager
+def _without_modes() -> Iterator[None]:
     devices = [mode for mode in function_modes() if isinstance(mode, DeviceContext)]
     with no_function_modes(but=devices), no_spare_keys():
         yield

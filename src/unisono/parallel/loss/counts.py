@@ -81,15 +81,11 @@ class PredictedCounts:
         )
 
 
-class PendingCounts:
-    """What ranks have counted in fact, and what was predicted, on its way from a GPU: whoever reads it waits for what
-    the GPU had been given to do until then, and for nothing that it was given since."""
+class _FromGpu:
+    """A tensor on its way from a GPU: whoever reads it waits for what the GPU had been given to do until then, and for
+    nothing that it was given since."""
 
-    def __init__(self, message: torch.Tensor, predicted_counts: PredictedCounts) -> None:
-        self.predicted_counts = predicted_counts
-        counts = predicted_counts()
-        self._length = len(counts)
-        sent = torch.cat([joined(counts, message.device), message])
+    def __init__(self, sent: torch.Tensor) -> None:
         self._here = torch.empty_like(sent, device="cpu", pin_memory=sent.is_cuda).copy_(sent, non_blocking=True)
         self._arrival = torch.cuda.Event() if sent.is_cuda else None
         if self._arrival is not None:
@@ -99,11 +95,29 @@ class PendingCounts:
     def is_here(self) -> bool:
         return self._arrival is None
 
-    def read(self) -> tuple[list[float], list[float]]:
-        """What was predicted, and what was counted."""
+    def arrived(self) -> torch.Tensor:
         if self._arrival is not None:
             self._arrival.synchronize()
-        numbers: list[float] = self._here.tolist()
+        return self._here
+
+
+class PendingFlag(_FromGpu):
+    def read(self) -> bool:
+        return bool(self.arrived())
+
+
+class PendingCounts(_FromGpu):
+    """What ranks have counted in fact, and what was predicted."""
+
+    def __init__(self, message: torch.Tensor, predicted_counts: PredictedCounts) -> None:
+        self.predicted_counts = predicted_counts
+        counts = predicted_counts()
+        self._length = len(counts)
+        super().__init__(torch.cat([joined(counts, message.device), message]))
+
+    def read(self) -> tuple[list[float], list[float]]:
+        """What was predicted, and what was counted."""
+        numbers: list[float] = self.arrived().tolist()
         return numbers[: self._length], numbers[self._length :]
 
 

@@ -27,7 +27,15 @@ from unisono.comm.handle import Handle
 from unisono.errors import UnisonoError, UsageError
 from unisono.mesh.random.state import SampleDim
 from unisono.parallel.compile.regions import eager_regions
-from unisono.parallel.loss.counts import MOST_MEANS, ExchangedCounts, PendingCounts, PredictedCounts, joined, summed
+from unisono.parallel.loss.counts import (
+    MOST_MEANS,
+    ExchangedCounts,
+    PendingCounts,
+    PendingFlag,
+    PredictedCounts,
+    joined,
+    summed,
+)
 from unisono.parallel.loss.normalizers import Count, LossNormalizer
 from unisono.parallel.share import BatchDim, dims_of, samples_between
 from unisono.torch_compat import no_torch_function_subclass
@@ -63,6 +71,7 @@ class GlobalLoss:
         self._outputs_have: Sequence[SampleDim | None] | None = None
         self._targets_dim: BatchDim = 0
         self._astray: list[torch.Tensor] = []
+        self._surprise: PendingFlag | None = None  # of the last step, on its way
 
     def expect(self, outputs: Sequence[SampleDim | None], targets: BatchDim) -> None:
         """Where samples are in the outputs, leaf by leaf (None: it has none), and in the targets."""
@@ -73,8 +82,16 @@ class GlobalLoss:
         return LossNormalizer(totals, dry, known[0] or 0 if known else 0, self._sizes or frozenset())
 
     def _require_no_surprise(self) -> None:
+        """UsageError where a count was another than predicted; of counts on a GPU, at `settle`."""
         flags, self._astray = self._astray, []
-        if flags and bool(torch.stack(flags).any()):
+        if flags:
+            self._surprise = PendingFlag(torch.stack(flags).any())
+            if self._surprise.is_here:
+                self._read_surprise()
+
+    def _read_surprise(self) -> None:
+        surprise, self._surprise = self._surprise, None
+        if surprise is not None and surprise.read():
             raise UsageError(_ASTRAY)
 
     @property
@@ -181,6 +198,7 @@ class GlobalLoss:
     def settle(self) -> None:
         """Hear what was counted in the last step, before anything is made of it. All ranks get the same: how many
         of them could count the full batch, and what was counted in fact."""
+        self._read_surprise()
         reported, self._reported = self._reported, None
         if reported is None:
             return
