@@ -39,13 +39,14 @@ __all__ = [
     "FakeTensorMode",
     "NormBase",
     "OpOverload",
+    "RegionCall",
     "TorchDispatchMode",
-    "activation_budget",
     "assume_all_nonzero",
     "at_end_of_backward",
     "autograd_node",
     "clip_grad",
     "compiler_at_work",
+    "compiler_options",
     "disable_dispatch_modes",
     "dispatch_mode",
     "exclude_key",
@@ -163,11 +164,14 @@ def random_ops() -> Iterator[tuple[str, Any]]:
 _compiler = threading.local()
 
 
-def activation_budget(share: float) -> contextlib.AbstractContextManager[Any]:
+def compiler_options(share: float) -> contextlib.AbstractContextManager[Any]:
     """In the block, compiled graphs keep at most this share of what they would keep for the backward."""
     from torch._functorch import config
 
-    patched: contextlib.AbstractContextManager[Any] = config.patch(activation_memory_budget=share)
+    # The backward is compiled with the forward, not when it first runs: what fails then cannot run eagerly any more.
+    patched: contextlib.AbstractContextManager[Any] = config.patch(
+        activation_memory_budget=share, force_non_lazy_backward_lowering=True
+    )
     return patched
 
 
@@ -190,7 +194,20 @@ def compiler_at_work() -> Iterator[None]:
 
 def is_compiling() -> bool:
     """Whether this thread is in a compilation: torch calls functions on fake tensors, and for purposes of its own."""
-    return getattr(_compiler, "depth", 0) > 0 or TracingContext.try_get() is not None
+    if getattr(_compiler, "depth", 0) > 0:
+        return True
+    return getattr(_compiler, "regions", 0) > 0 and TracingContext.try_get() is not None
+
+
+class RegionCall:
+    """In a `with` block of it, Dynamo may compile what runs. Other traces, such as torch.export's, are not meant by
+    `is_compiling`."""
+
+    def __enter__(self) -> None:
+        _compiler.regions = getattr(_compiler, "regions", 0) + 1
+
+    def __exit__(self, *_: object) -> None:
+        _compiler.regions -= 1
 
 
 def set_tracing(is_tracing: bool) -> None:

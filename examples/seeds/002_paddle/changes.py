@@ -243,7 +243,7 @@ plan                         a layer   96 layers   kept by unisono  collectives 
 one device                   2736 MiB  256.50 GiB  2736 MiB         -                               -
 tp=8                         552 MiB   51.75 GiB   552 MiB          2 all_reduce                    -
 tp=8,sp                      342 MiB   32.06 GiB   426 MiB          2 all_gather, 2 reduce_scatter  -
-tp=8,sp,recompute=selective  102 MiB   9.56 GiB    186 MiB          2 all_gather, 2 reduce_scatter  2.7%
+tp=8,sp,recompute=attention  102 MiB   9.56 GiB    186 MiB          2 all_gather, 2 reduce_scatter  2.7%
 recompute=full               48 MiB    4.50 GiB    48 MiB           -                               100.0%
 again: of a layer's forward, what is computed again
 """

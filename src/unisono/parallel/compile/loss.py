@@ -26,6 +26,7 @@ from unisono.parallel.compile.regions import (
     plain_for_dynamo,
 )
 from unisono.parallel.loss.normalizers import Count, LossNormalizer
+from unisono.torch_compat import RegionCall
 
 _running: list[CompiledLoss] = []
 
@@ -66,7 +67,7 @@ class CompiledLoss:
         normalizer = self._normalizer
         _running.append(self)
         try:
-            with plain_for_dynamo():
+            with plain_for_dynamo(), RegionCall():
                 value: torch.Tensor = self._runners(modes)(self.loss, outputs, targets)
         finally:
             _running.pop()

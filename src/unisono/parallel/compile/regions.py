@@ -35,8 +35,9 @@ from unisono.parallel.compile.backends import backend_for, compiler
 from unisono.parallel.compile.collectives import Location, locate
 from unisono.torch_compat import (
     DeviceContext,
-    activation_budget,
+    RegionCall,
     compiler_at_work,
+    compiler_options,
     dispatch_mode,
     function_modes,
     keep_order_of_graphs,
@@ -95,7 +96,7 @@ class Compilation:
     def compile_graph(self, graph_module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         start, modes = time.perf_counter(), len(function_modes())
         try:
-            with compiler_at_work(), activation_budget(self.budget):
+            with compiler_at_work(), compiler_options(self.budget):
                 compiled = compiler(self.backend)(graph_module, inputs)
         finally:
             pop_function_modes(modes)  # of a trace that failed
@@ -160,7 +161,7 @@ class CompiledRegion:
         _running.append(self)
         try:
             self._compilation.modes, self._compilation.has_begun = modes, False
-            with plain_for_dynamo():
+            with plain_for_dynamo(), RegionCall():
                 return self._runners(modes)(self._forward, *args, **kwargs)
         except Exception as error:
             if self._compilation.has_begun:
