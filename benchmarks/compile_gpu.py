@@ -2,7 +2,7 @@
 
     python benchmarks/compile_gpu.py [--runs 3] [--json out.json]
 
-A Hugging Face Llama of 1.1 billion parameters (hidden 2048, 16 layers), batch 8 x 1,024 tokens, bfloat16 by autocast
+A Hugging Face Llama of 0.95 billion parameters (hidden 2048, 16 layers), batch 8 x 1,024 tokens, bfloat16 by autocast
 from float32 parameters, fused AdamW. Every row is a process of its own, and rows take turns: the medians of all runs
 are shown, and their spread. Gate: time and peak memory at most 1.02 times those of the plain loop, for one device,
 microbatches=2 and recompute=full.
