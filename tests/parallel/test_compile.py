@@ -243,3 +243,31 @@ def test_compile_is_a_word_of_plans() -> None:
     assert str(uni.Plan.parse("dp=2,zero=3,compile")) == "dp=2,zero=3,compile"
     with pytest.raises(UsageError, match="compile=1; expected True or False"):
         uni.Plan(compile=1)  # type: ignore[arg-type]
+
+
+class _Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.2, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(x).mean(1))
+
+
+def test_dropouts_that_functions_of_torch_call_are_those_of_one_device() -> None:
+    """F.multi_head_attention_forward is one call in Dynamo's graph, and calls attention and dropout itself."""
+    losses = []
+    for plan in ("dp=1", "compile"):
+        torch.manual_seed(0)
+        trainer = uni.parallelize(
+            _Encoder(), plan, loss=F.cross_entropy, optimizer=_adam, check="off", dtype=torch.float64
+        )
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(6, 7, 16, dtype=torch.float64, generator=generator)
+        y = torch.randint(5, (6,), generator=generator)
+        losses.append([trainer.step((x, y)).item() for _ in range(3)])
+    assert trainer.compilation is not None
+    assert not trainer.compilation.failures
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
