@@ -15,6 +15,7 @@ import unisono as uni
 from tests.parallel.live import Allocated
 from tests.ranks import RankPool
 from unisono.comm import traffic
+from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.parallel.recomputation.recompute import recompute
 from unisono.plan.cost.memory import saved_by
@@ -22,6 +23,7 @@ from unisono.plan.hardware.toml import read_hardware
 from unisono.plan.profile.model_profile import Setting
 from unisono.planner.planner import Planner
 from unisono.torch_compat import TorchDispatchMode
+from unisono.verify.verify import verify_here
 
 SAMPLES, LENGTH, LAYERS = 2, 32, 3
 TOKENS = torch.randint(64, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -283,3 +285,22 @@ def _traffic(comm: uni.Communicator) -> list[dict[str, int]]:
             trainer.step(task.batch(1))
         found.append(dict(seen.calls))
     return found
+
+
+def _without_blocks(comm: Communicator) -> bool:
+    """Parts of different classes, which ZeRO 3 gathers and frees one by one."""
+
+    def model() -> nn.Module:
+        norm = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU())
+        return nn.Sequential(norm, nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
+
+    def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(4, 8, generator=generator), torch.randint(3, (4,), generator=generator)
+
+    task = uni.Task(model, nn.functional.cross_entropy, lambda parameters: torch.optim.Adam(parameters), batch)
+    return verify_here(comm, task, uni.Plan(dp=2, zero=3, recompute="selective"), 2).equivalent
+
+
+def test_parameters_that_zero_3_frees_are_not_read_again(pools: Callable[[str, int], RankPool]) -> None:
+    assert all(pools("gloo", 2).run(_without_blocks))

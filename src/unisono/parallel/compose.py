@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random.state import RandomState
+from unisono.parallel.blocks import outermost_lists
 from unisono.parallel.checks.optimizer_scope import require_full_parameters
 from unisono.parallel.checks.parameter_groups import require_same_groups
 from unisono.parallel.checks.parameter_reads import ParameterReads
@@ -129,6 +130,8 @@ def globalize_batch_statistics(made: Composition) -> None:
 def recompute_activations(made: Composition) -> None:
     if made.plan.compile and made.plan.recompute == "selective":
         return  # the compiler chooses what is cheap to compute again
+    if made.plan.zero == 3 and made.plan.recompute == "selective" and not outermost_lists(made.model):
+        return  # one region over several units: an op of one would run again while another unit's parameters are freed
     recompute(made.model, made.plan.recompute)
 
 
