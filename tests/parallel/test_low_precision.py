@@ -438,6 +438,8 @@ def refused(comm: Communicator) -> None:
         fine_tuned("dp=1", "fp16")
     with pytest.raises(UsageError, match="rounding='up'; expected one of stochastic, kahan"):
         Precision.of("bf16,master=none,rounding=up")
+    with pytest.raises(UsageError, match="rounding=kahan is of parameters without master weights, but master=fp32"):
+        Precision.of("bf16,rounding=kahan")
     with pytest.raises(UsageError, match='master=None with precision="fp16"'):
         Precision.of("fp16,master=none")
 

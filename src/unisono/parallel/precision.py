@@ -82,6 +82,11 @@ class Precision:
             raise UsageError(f'precision: master={self.master!r}; expected "fp32" or None')
         if self.rounding not in ROUNDINGS:
             raise UsageError(f"precision: rounding={self.rounding!r}; expected one of {', '.join(ROUNDINGS)}")
+        if self.rounding != "stochastic" and self.master is not None:
+            raise UsageError(
+                f"precision: rounding={self.rounding} is of parameters without master weights, but master=fp32; use "
+                f'"bf16,master=none,rounding={self.rounding}", or leave rounding out'
+            )
         if self.least < 1:
             raise UsageError(f"precision: least={self.least}; expected a number of features")
         if self.master is None and self.half != torch.bfloat16:
