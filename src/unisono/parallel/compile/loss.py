@@ -117,10 +117,15 @@ def _loss_total(like: torch.Tensor, number: int) -> torch.Tensor:
     """A count of the global batch, by which the loss that runs divides."""
     total = _running[-1].totals[number]
     if isinstance(total, torch.Tensor):
-        return total.detach().to(like.device, torch.float64, copy=True).reshape(())
-    return torch.full((), float(total), dtype=torch.float64, device=like.device)
+        return total.detach().to(like.device, _divisor_dtype(like), copy=True).reshape(())
+    return torch.full((), float(total), dtype=_divisor_dtype(like), device=like.device)
 
 
 @_loss_total.register_fake
 def _(like: torch.Tensor, number: int) -> torch.Tensor:
-    return torch.empty((), dtype=torch.float64, device=like.device)
+    return torch.empty((), dtype=_divisor_dtype(like), device=like.device)
+
+
+def _divisor_dtype(like: torch.Tensor) -> torch.dtype:
+    """A compiler divides in the kernel that computes the gradient of each logit: in float64 only where they are."""
+    return torch.float64 if like.dtype == torch.float64 else torch.float32
