@@ -96,6 +96,7 @@ def test_a_plan_changes_nothing(pools: Callable[[str, int], RankPool], plan: str
     assert "eagerly" not in compilation
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("plan", LLAMA_PLANS)
 def test_a_llama_of_hugging_face(pools: Callable[[str, int], RankPool], plan: str) -> None:
     is_equivalent, compilation, verdict = pools("gloo", 2).run(_verified, _llama_task, f"{plan},compile")[0]
@@ -112,6 +113,7 @@ def _trained(
     return [trainer.step(_tokens(seed, count)).item() for seed, count in enumerate(samples)], trainer
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.parametrize("plan", ["compile,recompute=selective", "compile,microbatches=2,recompute=full"])
 def test_inductor_gives_the_losses_of_one_device_with_its_dropout_masks(
