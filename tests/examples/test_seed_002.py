@@ -37,6 +37,7 @@ def _deviation(cell: str) -> float:
     return 0.0 if cell == "none" else float(cell)
 
 
+@pytest.mark.thorough
 def test_the_table() -> None:
     """By its own command, two batches instead of four: every program's training, on ranks, against one device."""
     ways = _module("table").WAYS
