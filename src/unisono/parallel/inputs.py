@@ -3,12 +3,25 @@ dataclasses, which torch looks into once it knows them."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import register_dataclass, tree_leaves, tree_map
+
+
+def as_inputs(inputs: Any) -> Any:
+    """A mapping of named inputs, as Hugging Face's BatchEncoding, as a dict."""
+    return dict(inputs) if isinstance(inputs, Mapping) else inputs
+
+
+def as_pair(batch: Any) -> Any:
+    """A batch as (inputs, targets). One that is a mapping, as Hugging Face's collators make, is the model's named
+    inputs with the labels among them: the model computes the loss itself, and there are no targets."""
+    return (dict(batch), None) if isinstance(batch, Mapping) else batch
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
@@ -18,6 +31,22 @@ def call(model: nn.Module, inputs: Any) -> Any:
         outputs = model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
     register_dataclasses(outputs)
     return outputs
+
+
+@contextlib.contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """In the block, a Hugging Face model returns no cache of keys and values, which is for generation only."""
+    found = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
+    }
+    configs = [config for config in found.values() if getattr(config, "use_cache", None) is True]
+    for config in configs:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in configs:
+            config.use_cache = True
 
 
 def register_dataclasses(outputs: Any) -> None:

@@ -31,7 +31,7 @@ from unisono.parallel.data.clip import TorchClipping, clip_by_norm, clip_by_valu
 from unisono.parallel.data.data_parallel import DataParallel
 from unisono.parallel.expert.expert import collect_aux
 from unisono.parallel.full_state import full_optimizer, full_tensors_in, load_full_state, load_tensors
-from unisono.parallel.inputs import call
+from unisono.parallel.inputs import as_inputs, as_pair, call, without_cache
 from unisono.parallel.layout import Split
 from unisono.parallel.loss.batch_loss import GatheredLoss
 from unisono.parallel.loss.loss import GlobalLoss
@@ -87,6 +87,7 @@ class Trainer:
     float8: str = ""  # which linear layers compute in float8, and which do not, with precision="fp8"
     coverage: str = ""  # how much of the parameters and FLOPs tp shards
     rules: Any = None  # how tp shards each layer, given or inferred
+    last_batch_size: int = 0  # samples of the last global batch
     skipped: int = 0  # steps whose gradients overflowed (fp16)
     norm: torch.Tensor | None = None  # of the last step's gradients, before clipping
     model_loss: ModelLoss | None = None  # where the model computes the loss of labels among its inputs
@@ -130,8 +131,10 @@ class Trainer:
         """One training step on a global batch (inputs, targets); the loss on all of it.
 
         All ranks give the full batch, or each gives the `Share` of it that is its `part`, as a Loader does. Of a
-        trainer with batch="local", every data rank gives its own samples: the global batch is all of them.
+        trainer with batch="local", every data rank gives its own samples: the global batch is all of them. A batch
+        that is a mapping is the model's named inputs, with the labels of a loss that the model computes itself.
         """
+        batch = as_pair(batch)
         if self.on_first_batch is not None:
             look, self.on_first_batch = self.on_first_batch, None
             look(batch)
@@ -167,7 +170,7 @@ class Trainer:
     def backward(self, batch: Batch) -> torch.Tensor:
         """Forward and backward only; after it, gradients are those of the global batch, before clipping."""
         with self.replicas.stepping():
-            loss = self._backward(batch)
+            loss = self._backward(as_pair(batch))
         if self.torch_clipping is not None:
             self.torch_clipping.refuse()
         return loss
@@ -249,6 +252,7 @@ class Trainer:
         `observe(outputs, targets)` is called on the ranks that compute the loss, for each part of the batch that
         they have, with full logits. The tp ranks of one data rank all observe the same.
         """
+        batch = as_pair(batch)
         with self.replicas.stepping(), self._evaluating(), self._sharded(batch), self._observed(observe):
             if self.pipeline is not None:
                 loss = self.pipeline.evaluate([self._inputs(part) for part in self._microbatches])
@@ -261,8 +265,8 @@ class Trainer:
     @torch.no_grad()
     def predict(self, inputs: Any) -> Any:
         """The model's outputs for a global batch of inputs, in its order, on every rank; in evaluation mode."""
-        batch = Share((inputs.batch, None), *inputs[1:]) if isinstance(inputs, Share) else (inputs, None)
-        with self.replicas.stepping(), self._evaluating():
+        batch = Share((inputs.batch, None), *inputs[1:]) if isinstance(inputs, Share) else (as_inputs(inputs), None)
+        with self.replicas.stepping(), self._evaluating(), without_cache(self.model):
             self._try_prediction(batch)
             with self._sharded(batch, wants_loss=False):
                 batch_sizes = [len(part.positions) for part in self._microbatches]
@@ -325,6 +329,7 @@ class Trainer:
         """Take this rank's share of the batch, in microbatches, with the random numbers that belong to it."""
         mine = self._mine(batch)
         self._own_share.require_batch_size(mine, self.batch_dim, self.plan)
+        self.last_batch_size = mine.of
         self._microbatches = shares(mine.batch, self.plan.microbatches, self.batch_dim)
         self._partials = []
         self._full = None if isinstance(batch, Share) or self.batch == "local" else batch

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from unisono.comm.communicator import Communicator
 from unisono.comm.rendezvous import world
@@ -26,7 +27,9 @@ from unisono.comm.same_data import SameBatch, require_same_batch
 from unisono.errors import CheckpointError, UsageError
 from unisono.launch import environment
 from unisono.parallel.apply import Model
+from unisono.parallel.inputs import as_inputs, as_pair
 from unisono.parallel.loss.loss import Loss
+from unisono.parallel.loss.model_loss import is_label, own_loss
 from unisono.parallel.pipeline.layers import build_full
 from unisono.parallel.precision import Precision
 from unisono.parallel.share import BatchDim, Share, first_batch_size, require_batch_dim
@@ -39,7 +42,9 @@ from unisono.train import evaluation
 from unisono.train.callbacks import Callback
 from unisono.train.checkpoint.checkpoints import Checkpoints
 from unisono.train.checkpoint.inventory import shapes_here
+from unisono.train.data.given_batches import GivenBatches
 from unisono.train.data.loader import Loader
+from unisono.train.data.reading import Collate
 from unisono.train.data.sampler import require_whole_number
 from unisono.train.fit import Fit, History, Options
 from unisono.train.metrics import Function, Metric, named, number_of
@@ -51,22 +56,26 @@ Scheduler = Callable[[Optimizer], Any]
 
 
 class Engine:
-    """model: a module, or a function that builds one. loss(outputs, targets) returns a scalar, optimizer(parameters) a
-    torch optimizer, scheduler(optimizer) a torch scheduler, stepped after every training step. metrics: names
+    """model: a module, or a function that builds one; put into training mode if it is in evaluation mode, as
+    from_pretrained returns it. loss(outputs, targets) returns a scalar; without it the loss is the one that the model
+    computes itself, outputs.loss. optimizer(parameters) returns a torch optimizer, scheduler(optimizer) a torch
+    scheduler, stepped after every training step. metrics: names
     ("accuracy", "top5", "perplexity"), Metrics, or functions (outputs, targets) -> number. plan: "auto", a Plan or its
     text. clip: the maximum norm of the gradients. rules: which layers tp shards, if the model does not define it.
     device: of this rank; default: its GPU if it has one, else the CPU. check: how the plan is verified on the model and
-    the first batch before training, "auto", "full" or "off". batch: the argument of `run`: "global", the same batch on
-    all ranks, or "local", on each data rank its own samples. batch_dim: the dim of samples in a batch, as for
-    uni.parallelize: 1 for time-major batches, which the engine's loader then makes. race: with
-    plan="auto", the plans with the best predictions take a few real steps each, and the fastest is chosen; without, the
+    the first batch before training, "auto", "full" or "off". batch: what ranks give to `run`, and what a DataLoader
+    that is given to `fit` or `evaluate` reads: "global", the same batch on all ranks, or "local", on each data rank its
+    own samples. collate: makes a batch from a list of samples, as a Hugging Face data collator, for datasets given to
+    `fit`, `evaluate` and `predict`. batch_dim: the dim of samples in a batch, as for uni.parallelize: 1 for time-major
+    batches, which the engine's loader then makes. race: with plan="auto", the plans with the best predictions take a
+    few real steps each, and the fastest is chosen; without, the
     best prediction is. compile: as `compile` in a plan, also for plan="auto"."""
 
     def __init__(
         self,
         model: Model,
-        loss: Loss,
-        optimizer: Callable[[Any], Optimizer],
+        loss: Loss | None = None,
+        optimizer: Callable[[Any], Optimizer] | None = None,
         metrics: Sequence[str | Metric | Function] | None = None,
         plan: str | Plan = "auto",
         scheduler: Scheduler | None = None,
@@ -80,14 +89,18 @@ class Engine:
         batch_dim: BatchDim = 0,
         race: bool = True,
         compile: bool = False,
+        collate: Collate | None = None,
     ) -> None:
         self._batch_dim = require_batch_dim(batch_dim)
         if not isinstance(plan, str | Plan):
             raise UsageError(f'Engine(plan={plan!r}): expected "auto", a Plan or its text, as "dp=2,tp=2"')
         self._model: nn.Module | Callable[[], nn.Module] = _buildable(model, seed)
         self._device = None if device is None else torch.device(device)
-        self._loss = loss
+        self._loss: Loss = own_loss if loss is None else loss
+        if optimizer is None:
+            raise UsageError(f"Engine without optimizer=; expected a function: {_FORMS['optimizer']}")
         self._optimizer = optimizer
+        self._collate = collate
         self._scheduler = scheduler
         self.metrics = named(metrics)
         self._plan = plan if isinstance(plan, Plan) or plan == "auto" else Plan.parse(plan)
@@ -112,7 +125,7 @@ class Engine:
         self.seed = require_whole_number("Engine: seed", seed, 0)
         if seed >= 2**63:
             raise UsageError(f"Engine(seed={seed}): expected a number below 2**63")
-        for name, value in (("loss", loss), ("optimizer", optimizer), ("scheduler", scheduler)):
+        for name, value in (("loss", loss), ("optimizer", optimizer), ("scheduler", scheduler), ("collate", collate)):
             if value is not None and not callable(value):
                 raise UsageError(f"Engine({name}={value!r}): expected a function; {_FORMS[name]}")
         self.trainer: Trainer | None = None
@@ -123,10 +136,11 @@ class Engine:
 
     # ---- before training -----------------------------------------------------------------------------------------
 
-    def prepare(self, example: tuple[Any, Any]) -> Engine:
+    def prepare(self, example: Any) -> Engine:
         """Choose the plan and apply it to the model; `fit` does so with its first batch."""
         if self.trainer is not None:
             return self
+        example = as_pair(example)
         _require_pair(example)
         self._example = example
         chosen = ""
@@ -227,11 +241,11 @@ class Engine:
         """The model on this rank's device; a function builds it on the CPU first."""
         model, device = self._model, self.device
         if isinstance(model, nn.Module):
-            return model.to(device)
+            return _training(model.to(device))
 
         def placed() -> nn.Module:
             made = model()
-            return made.to(device) if isinstance(made, nn.Module) else made
+            return _training(made.to(device)) if isinstance(made, nn.Module) else made
 
         return placed
 
@@ -270,45 +284,75 @@ class Engine:
         return self.ready.model
 
     def dataloader(
-        self, dataset: Any, batch_size: int, *, shuffle: bool | None = None, workers: int = 0, whole: bool = False
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        shuffle: bool | None = None,
+        workers: int = 0,
+        whole: bool = False,
+        drop_last: bool = False,
     ) -> Loader:
         """Global batches in an order that depends on seed and epoch only; each rank reads its part.
 
-        An engine without a plan is prepared with the first batch. whole: every rank reads full batches.
+        An engine without a plan is prepared with the first batch. whole: every rank reads full batches. drop_last: drop
+        the last batch if it is smaller.
         """
         self._require_global("fit and evaluate read one dataset")
         given: dict[str, Any] = {
-            "shuffle": shuffle, "seed": self.seed, "workers": workers, "batch_dim": self._batch_dim
+            "shuffle": shuffle, "seed": self.seed, "workers": workers, "batch_dim": self._batch_dim,
+            "drop_last": drop_last, "collate": self._collate,
         }  # fmt: skip
         if self.trainer is None:
             self._prepare_with(Loader(dataset, batch_size, device=self._batch_device, **given))
         part = (0, 1) if whole else self.ready.part
         return Loader(dataset, batch_size, part=part, device=self._batch_device, **given)
 
+    def _given(self, loader: DataLoader[Any]) -> GivenBatches:
+        """The batches of the user's own DataLoader: global ones, or with Engine(batch="local") those of each rank."""
+        is_local = self._batch == "local"
+        if is_local and evaluation.needs_global_batches(self.metrics):
+            raise UsageError(
+                'a metric that is a function needs global batches, but Engine(batch="local") reads others on every '
+                'data rank; use a uni.Metric, or batch="global"'
+            )
+
+        def batches(index: int) -> GivenBatches:
+            options = {"is_local": is_local, "index": index, "seed": self.seed, "device": self._batch_device}
+            return GivenBatches(loader, self.comm, **options)  # type: ignore[arg-type]
+
+        if self.trainer is None:
+            self._prepare_with(batches(self.comm.rank))
+        return batches(self.ready.part[0])
+
     def _require_global(self, what: str) -> None:
         if self._batch == "local":
             raise UsageError(
-                f'Engine(batch="local") is for run(batch), where every data rank has its own samples, but {what} on '
-                'every rank; use batch="global"'
+                f'Engine(batch="local") is for run(batch) and for a DataLoader, where every data rank has its own '
+                f'samples, but {what} on every rank; use batch="global"'
             )
 
-    def _prepare_with(self, loader: Loader) -> None:
-        self._require_global("fit and evaluate read one dataset")
+    def _prepare_with(self, loader: Loader | GivenBatches) -> None:
+        if isinstance(loader, Loader):
+            self._require_global("fit and evaluate read one dataset")
         if self.trainer is None:
             first = loader.first(whole=True)
             if first is None:
                 raise UsageError("the dataset is empty; expected at least one sample")
             batch = first.batch if isinstance(first, Share) else first
-            require_same_batch(batch, self.comm)
+            if self._batch == "global":
+                require_same_batch(batch, self.comm)
             self.prepare(batch)
 
     # ---- training ------------------------------------------------------------------------------------------------
 
-    def run(self, batch: tuple[Any, Any]) -> torch.Tensor:
+    def run(self, batch: Any) -> torch.Tensor:
         """One training step on a global batch; returns the loss as on one device.
 
-        Every rank passes the same batch or, with Engine(batch="local"), its own samples.
+        Every rank passes the same batch or, with Engine(batch="local"), its own samples: (inputs, targets), or a
+        mapping of the model's inputs with labels, from which the model computes the loss.
         """
+        batch = as_pair(batch)
         if self.trainer is None and self._batch == "global":
             SameBatch(self.comm).require(batch)
         self.prepare(batch)
@@ -333,17 +377,20 @@ class Engine:
         resume: bool = False,
         shuffle: bool | None = None,
         workers: int = 0,
+        drop_last: bool = False,
         nonfinite: str = "stop",
         callbacks: Sequence[Callback] = (),
         progress: bool = True,
         look_every: int = 10,
     ) -> History:
-        """Train on the dataset; every rank calls it.
+        """Train on the dataset; every rank calls it. It may be a uni.Loader or a torch DataLoader, which then decides
+        on batch size and order, and whose batches are global or each rank's own, see Engine(batch=).
 
         steps: end after so many, possibly within an epoch. validation: data to evaluate after each epoch. save: the
         run folder, with a log and a checkpoint after every `save_every` steps (None: every epoch), of which the newest
-        `keep` are kept. resume: continue from the newest valid one. nonfinite: "stop" at a loss that is NaN or
-        infinite, or "skip" such steps. look_every: steps between two samples of memory and stragglers.
+        `keep` are kept. drop_last: drop the last batch of an epoch if it is smaller. resume: continue from the newest
+        valid one. nonfinite: "stop" at a loss that is NaN or infinite, or "skip" such steps.
+        look_every: steps between two samples of memory and stragglers.
         """
         if save is not None and (not isinstance(save, str | Path) or not str(save)):
             raise UsageError(f"fit(save={save!r}): expected the path of a folder")
@@ -354,12 +401,20 @@ class Engine:
                 raise UsageError(f"fit(callbacks=...): {each!r}; expected a list of uni.Callback")
         options = Options(epochs, steps, look_every, nonfinite, save_every, keep, resume, progress)
         if save is not None and self.trainer is None:
-            self._recall(save, dataset.batch_size if isinstance(dataset, Loader) else batch_size)
+            has_batches = isinstance(dataset, Loader | DataLoader)
+            self._recall(save, dataset.batch_size if has_batches else batch_size)
         loader = dataset
+        if isinstance(dataset, Loader | DataLoader) and (shuffle is not None or workers or drop_last):
+            raise UsageError(
+                f"fit({type(dataset).__name__}, shuffle=, workers= or drop_last=): order and batches are the loader's; "
+                "give these to it"
+            )
         if isinstance(dataset, Loader):
             self._prepare_with(dataset)
+        elif isinstance(dataset, DataLoader):
+            loader = self._given(dataset)
         else:
-            loader = self.dataloader(dataset, batch_size, shuffle=shuffle, workers=workers)
+            loader = self.dataloader(dataset, batch_size, shuffle=shuffle, workers=workers, drop_last=drop_last)
         held_out = None if validation is None else self._in_order(validation, batch_size)
         folder = None if save is None else RunFolder(save, self.comm.rank)
         return Fit(self, loader, options, folder, held_out, callbacks).run()
@@ -371,8 +426,10 @@ class Engine:
         return evaluation.evaluate(self.ready, self._in_order(dataset, batch_size), self.metrics)
 
     def predict(self, inputs: Any, batch_size: int = 32) -> Any:
-        """The model's outputs for all inputs, in order, on every rank. `inputs`: as for the model."""
+        """The model's outputs for all inputs, in order, on every rank. `inputs`: as for the model, or a list or dataset
+        of dicts, which Engine(collate=...) makes one batch of."""
         self._require_global("predict takes all inputs")
+        inputs = self._named_inputs(inputs)
         return evaluation.predict(self.ready, inputs, batch_size, self.device)
 
     def save(self, path: str | Path) -> None:
@@ -418,10 +475,29 @@ class Engine:
             )
         self.schedule.load_state_dict(state["schedule"])
 
-    def _in_order(self, dataset: Any, batch_size: int) -> Loader:
+    def _named_inputs(self, inputs: Any) -> Any:
+        """Inputs for `predict`: samples that are dicts collated, and without labels, from which a model would compute
+        the loss of a part of the samples."""
+        if isinstance(inputs, list | Dataset) and len(inputs) and isinstance(inputs[0], Mapping):  # type: ignore[arg-type]
+            samples = [inputs[index] for index in range(len(inputs))]  # type: ignore[arg-type]
+            inputs = (self._collate or default_collate)(samples)
+        config = getattr(self.ready.model, "config", None)
+        feeds_labels = getattr(config, "is_encoder_decoder", False)  # to the decoder
+        if not isinstance(inputs, Mapping) or self._example is None or self._example[1] is not None or feeds_labels:
+            return as_inputs(inputs)
+        return {name: value for name, value in inputs.items() if not is_label(name)}
+
+    def _in_order(self, dataset: Any, batch_size: int) -> Loader | GivenBatches:
         if isinstance(dataset, Loader):
             return dataset
+        if isinstance(dataset, DataLoader):
+            return self._given(dataset)
         return self.dataloader(dataset, batch_size, shuffle=False, whole=evaluation.needs_global_batches(self.metrics))
+
+
+def _training(model: nn.Module) -> nn.Module:
+    """The model in training mode; of one that is in it already, modules keep the mode that they were given."""
+    return model if model.training else model.train()
 
 
 def _buildable(model: Model, seed: int) -> nn.Module | Callable[[], nn.Module]:
@@ -439,6 +515,7 @@ _FORMS = {
     "loss": "loss(outputs, targets) returns a scalar tensor",
     "optimizer": "optimizer(parameters) returns a torch optimizer, e.g. lambda p: torch.optim.AdamW(p, lr=3e-4)",
     "scheduler": "scheduler(optimizer) returns a torch scheduler",
+    "collate": "collate(samples) returns a batch",
 }
 
 

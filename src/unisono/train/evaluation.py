@@ -16,7 +16,6 @@ from unisono.parallel.share import (
     batch_size_of,
     batch_slice,
     dims_of,
-    first_batch_size,
     inputs_dim,
     samples_between,
 )
@@ -38,10 +37,10 @@ def evaluate(trainer: Trainer, batches: Iterable[Any], metrics: dict[str, Metric
     totals = dict.fromkeys(("loss", *functions), 0.0)
     samples = 0
     for batch in batches:
-        size = batch.of if isinstance(batch, Share) else first_batch_size(batch, trainer.batch_dim)
         loss, parts = _sums_of(trainer, batch, summed)
         for name, part in parts.items():
             sums[name] = sums[name] + part if name in sums else part
+        size = trainer.last_batch_size
         totals["loss"] += size * float(loss)
         if functions:
             inputs, targets = _global_batch(batch, next(iter(functions)))

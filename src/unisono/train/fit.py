@@ -16,11 +16,11 @@ import torch
 
 from unisono.errors import UnisonoError, UsageError
 from unisono.launch import environment
-from unisono.parallel.share import Share, first_batch_size
 from unisono.parallel.trainer import Trainer, takes_closure
 from unisono.train import evaluation, nonfinite
 from unisono.train.callbacks import Callback, StepInfo, tokens_of
 from unisono.train.checkpoint.checkpoints import Checkpoints
+from unisono.train.data.given_batches import GivenBatches
 from unisono.train.data.loader import Loader
 from unisono.train.data.sampler import require_whole_number
 from unisono.train.preemption import Preemption
@@ -81,10 +81,10 @@ class Fit:
     def __init__(
         self,
         engine: Engine,
-        loader: Loader,
+        loader: Loader | GivenBatches,
         options: Options,
         folder: RunFolder | None,
-        validation: Loader | None,
+        validation: Loader | GivenBatches | None,
         callbacks: Sequence[Callback],
     ) -> None:
         self.engine = engine
@@ -204,7 +204,6 @@ class Fit:
     def _step(self, batch: Any) -> bool:
         """One step with its callbacks and checkpoint; whether a callback ends the run."""
         trainer, began = self.engine.ready, time.perf_counter()
-        batch_size = batch.of if isinstance(batch, Share) else first_batch_size(batch, trainer.batch_dim)
         self._preemption.start_check()
         with self._observed(trainer):
             loss, is_skipped = self._trained(trainer, batch)
@@ -219,8 +218,8 @@ class Fit:
             steps=self.steps,
             loss=loss,
             rates=tuple(float(group["lr"]) for group in trainer.optimizer.param_groups if "lr" in group),
-            samples=batch_size,
-            tokens=tokens_of(batch, batch_size),
+            samples=trainer.last_batch_size,
+            tokens=tokens_of(batch, trainer.last_batch_size),
             seconds=time.perf_counter() - began,
             predicted=None if self.engine.choice is None else self.engine.choice.seconds,
             ids=self.loader.ids,

@@ -21,7 +21,7 @@ must be the same. A leaf must belong to samples (its dim 0 grows with the batch)
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -376,6 +376,19 @@ def with_model_loss(loss: Loss) -> Loss:
     return evaluated
 
 
+def own_loss(outputs: Any, targets: Any) -> torch.Tensor:
+    """The loss of a model that computes it itself: `outputs.loss`, or the output where that is a number."""
+    if isinstance(outputs, torch.Tensor) and not outputs.ndim:
+        return outputs
+    found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if not isinstance(found, torch.Tensor):
+        raise UsageError(
+            f"no loss= was given, and the model's output ({type(outputs).__name__}) has no loss; expected labels in "
+            "the batch of a model that computes its loss (outputs.loss), or loss=, a function of (outputs, targets)"
+        )
+    return found
+
+
 # ---- which inputs are labels, and what is recorded -------------------------------------------------------------------
 
 
@@ -546,8 +559,13 @@ def _named_labels(inputs: Any) -> tuple[int, ...]:
     return tuple(
         number
         for number, (path, leaf) in enumerate(tree_flatten_with_path(inputs)[0])
-        if isinstance(leaf, torch.Tensor) and any(name in keystr(path) for name in _NAMES)
+        if isinstance(leaf, torch.Tensor) and is_label(keystr(path))
     )
+
+
+def is_label(name: str) -> bool:
+    """Whether an input of a Hugging Face model is a label, by its name."""
+    return any(each in name for each in _NAMES)
 
 
 def _inferred_labels(model: nn.Module, inputs: Any) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from unisono.errors import UsageError
+from unisono.parallel.inputs import as_inputs, as_pair
 from unisono.parallel.layout import Split
 from unisono.parallel.share import BatchDim, batch_size_of, batch_slice, dims_of, first_batch_size, inputs_dim
 from unisono.train.data.sampler import seed_from
@@ -70,15 +71,14 @@ class Batcher:
     def checked(self, made: Any, batch_size: int) -> Any:
         """Validate a collated batch; as a pair if one is expected, with its first samples."""
         if self.pairs:
-            if isinstance(made, dict):  # named inputs with labels: the model computes the loss itself
-                made = (made, None)
+            made = as_pair(made)
             if not isinstance(made, list | tuple) or len(made) != 2:
                 shown = f"{len(made)} items" if isinstance(made, list | tuple) else type(made).__name__
                 raise UsageError(
                     f"a batch of this dataset is {shown}; expected (inputs, targets): let the dataset return such "
                     "pairs, or use uni.Loader(dataset, batch_size, collate=...) to make them from a list of samples"
                 )
-            made = (made[0], made[1])
+            made = (as_inputs(made[0]), made[1])
         if self.collate is default_collate:
             made = self._arranged(made)
         found = first_batch_size(made, self._dim) if self.part[1] == 1 else batch_size_of(made, self._dim)

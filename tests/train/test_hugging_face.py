@@ -1,0 +1,158 @@
+"""Hugging Face models as people train them: batches of named inputs, the model's own loss, folders of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+import unisono as uni
+from tests.ranks import RankPool
+from unisono.errors import UsageError
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+Pools = Callable[[str, int], RankPool]
+Sample = dict[str, list[int]]
+TOLERANCE = 1e-5  # of float32 sums in another order
+SIZES: dict[str, Any] = {
+    "vocab_size": 37,
+    "hidden_size": 32,
+    "intermediate_size": 42,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+    "tie_word_embeddings": True,
+    "attention_dropout": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+
+
+def llama(**options: Any) -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | options))
+
+
+@cache
+def texts(count: int) -> list[Sample]:
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(3, 9, (count,), generator=generator).tolist()
+    ids = [torch.randint(1, 37, (length,), generator=generator).tolist() for length in lengths]
+    return [{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in ids]
+
+
+def pad(samples: list[Sample]) -> Any:
+    """As DataCollatorWithPadding makes batches, of which it returns a mapping that is no dict."""
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    rows = {key: [each[key] + [fill[key]] * (longest - len(each[key])) for each in samples] for key in samples[0]}
+    return transformers.BatchEncoding({key: torch.tensor(row) for key, row in rows.items()})
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def alone(model: Any, batches: Iterable[Any]) -> list[float]:
+    """The losses of an ordinary loop."""
+    optimizer, losses = adam(model.train().parameters()), []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    model.eval()
+    return losses
+
+
+def built() -> Any:
+    torch.manual_seed(0)
+    return llama()
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+
+
+def without_labels(batch: Any) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in batch.items() if key != "labels"}
+
+
+def fitted(comm: Any, plan: str) -> None:
+    """No loss, samples of different lengths, a last batch of 3 for up to 4 microbatches."""
+    engine = uni.Engine(lambda: llama(), optimizer=adam, plan=plan, collate=pad, check="off")
+    losses = engine.fit(texts(11), batch_size=4, shuffle=False, progress=False).losses
+    plain = built()
+    assert losses == pytest.approx(alone(plain, DataLoader(texts(11), 4, collate_fn=pad)), rel=TOLERANCE)
+    with torch.no_grad():
+        batch = pad(texts(5))
+        assert engine.evaluate(texts(5), 5)["loss"] == pytest.approx(plain(**batch).loss.item(), rel=TOLERANCE)
+        expected = plain(**without_labels(batch)).logits
+        for given in (batch, without_labels(batch), texts(5)):
+            outputs = engine.predict(given)
+            assert isinstance(outputs, transformers.utils.ModelOutput)
+            torch.testing.assert_close(outputs.logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "pp=2,microbatches=2", "tp=2", "dp=2,zero=3"])
+def test_batches_of_named_inputs_and_the_loss_of_the_model(plan: str, pools: Pools) -> None:
+    pools("gloo", 2).run(fitted, plan)
+
+
+def with_own_loaders(comm: Any, folder: str) -> None:
+    def own(count: int = 12, **options: Any) -> DataLoader[Any]:
+        return DataLoader(texts(count), collate_fn=pad, **options)  # type: ignore[arg-type]
+
+    def engine(batch: str = "global") -> uni.Engine:
+        return uni.Engine(lambda: llama(), optimizer=adam, plan="dp=2", batch=batch, check="off")
+
+    shuffled = [own(11, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3)) for _ in range(2)]
+    expected = alone(built(), [batch for _ in range(2) for batch in shuffled[0]])
+    losses = engine().fit(shuffled[1], epochs=2, progress=False).losses
+    assert losses == pytest.approx(expected, rel=TOLERANCE), "global batches, in the order of a plain DataLoader"
+
+    sampler = DistributedSampler(texts(12), num_replicas=2, rank=comm.rank, shuffle=False)  # type: ignore[arg-type]
+    local = engine("local")
+    losses = local.fit(own(batch_size=2, sampler=sampler), progress=False).losses
+    order = [[0, 2, 1, 3], [4, 6, 5, 7], [8, 10, 9, 11]]  # of both ranks' samples
+    plain = built()
+    batches = [pad([texts(12)[index] for index in batch]) for batch in order]
+    assert losses == pytest.approx(alone(plain, batches), rel=TOLERANCE)
+    with torch.no_grad():
+        mean = sum(plain(**batch).loss.item() for batch in batches) / 3
+    assert local.evaluate(own(batch_size=2, sampler=sampler))["loss"] == pytest.approx(mean, rel=TOLERANCE)
+    with pytest.raises(UsageError, match="6 batches on rank 1 and 12 on rank 0; expected equally many"):
+        local.fit(own(batch_size=1 + comm.rank), progress=False)
+
+    loader = own(batch_size=3, shuffle=True)  # drawn from torch's default generator, in the same order on all ranks
+    full = engine().fit(loader, epochs=2, progress=False).losses
+    torch.manual_seed(comm.rank)
+    first = engine().fit(loader, epochs=2, steps=3, save=folder, progress=False).losses
+    rest = engine().fit(loader, epochs=2, save=folder, resume=True, progress=False).losses
+    assert first + rest == full, "resumed in mid-epoch"
+    with pytest.raises(UsageError, match="order and batches are the loader's"):
+        engine().fit(loader, shuffle=True)
+
+
+def test_dataloaders_of_ones_own(pools: Pools, tmp_path: Any) -> None:
+    pools("gloo", 2).run(with_own_loaders, str(tmp_path / "run"))
+
+
+def test_what_cannot_be_trained_without_a_loss() -> None:
+    engine = uni.Engine(lambda: llama(), optimizer=adam, plan="dp=1", check="off")
+    with pytest.raises(UsageError, match=r"no loss= was given, and the model's output .* has no loss"):
+        engine.run(without_labels(pad(texts(2))))
+    with pytest.raises(UsageError, match="Engine without optimizer=; expected a function"):
+        uni.Engine(lambda: llama())
+
+
+def test_a_model_in_evaluation_mode_is_trained_in_training_mode() -> None:
+    engine = uni.Engine(llama(attention_dropout=0.5).eval(), optimizer=adam, plan="dp=1", check="off")
+    engine.run(pad(texts(2)))
+    assert engine.model.training
