@@ -31,6 +31,7 @@ from torch import nn
 from unisono.mesh.deferred_init.init_recorder import CannotRecord, InitRecorder, TensorRef
 from unisono.mesh.deferred_init.replay import elements_written, replay, steps_for
 from unisono.mesh.deferred_init.seeded_init import build, seeded
+from unisono.mesh.deferred_init.weight_files import recorded_files
 from unisono.mesh.side_effects import no_side_effects, recorded
 from unisono.torch_compat import no_function_modes
 
@@ -153,7 +154,7 @@ def build_now(make: Make, seed: int, note: str = "") -> DeferredModel:
 
 
 def _recorded(make: Make, seed: int, rewind: Callable[[], None], recorder: InitRecorder) -> DeferredModel:
-    with seeded(seed), recorder:
+    with seeded(seed), recorded_files(recorder), recorder:
         model = make()
     if not isinstance(model, nn.Module):
         raise CannotRecord(f"it gave a {type(model).__name__}")
@@ -169,7 +170,8 @@ def _require_all_known(model: nn.Module, recorder: InitRecorder) -> None:
     for name, tensor in tensors_in(model):
         ref = recorder.ref(tensor)
         if ref is None:
-            raise CannotRecord(f"{name} was there before the model was built")
+            where = "is left on the device meta" if tensor.is_meta else "was there before the model was built"
+            raise CannotRecord(f"{name} {where}")
         if type(tensor) not in _KINDS or tensor.grad_fn is not None or tensor.grad is not None:
             raise CannotRecord(f"{name} is no plain tensor")
         if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):

@@ -6,8 +6,9 @@ that the generator is at every operation where it would be; its state is recorde
 (replay.py) then gives any of these tensors, bit for bit, without the others. An approximate recorder draws nothing:
 each operation gets a state of its own, from which a replay gives other numbers of the same distribution.
 
-What cannot be recorded (access to memory outside torch, tensors of unknown origin) raises CannotRecord. Code that is
-recorded sees devices as if the tensors were real.
+Tensors that the constructor puts on the meta device itself have no values and are not recorded; it must have replaced
+them by others when it is done. What cannot be recorded (access to memory outside torch, tensors of unknown origin)
+raises CannotRecord. Code that is recorded sees devices as if the tensors were real.
 """
 
 from __future__ import annotations
@@ -178,6 +179,25 @@ class InitRecorder(Interception):
                 self._constants[id(tensor)] = tensor, Constant(tensor.detach().clone())
         return self._constants[id(tensor)][1]
 
+    def made_by(
+        self, function: Callable[..., torch.Tensor], args: tuple[Any, ...], shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """A tensor on the CPU of which a replay gets the values from function(*args)."""
+        with disable_dispatch_modes(), no_torch_function():
+            made = torch.empty(tuple(shape), dtype=dtype, device=_META)
+            created = self._created(made, _CPU)
+        written = frozenset(ref.storage for _, ref in created)
+        self.steps.append(
+            RecordedOp(
+                function, args, {}, frozenset(), written, written, tuple(created), torch.get_default_dtype(), None
+            )
+        )
+        return made
+
+    def _is_on_meta(self, leaf: Any) -> bool:
+        """Whether it is a tensor that the constructor has put on the meta device itself."""
+        return isinstance(leaf, torch.Tensor) and leaf.device == _META and self.number(leaf) is None
+
     # ---- operations ----------------------------------------------------------------------------------------------
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -187,6 +207,11 @@ class InitRecorder(Interception):
             return self._step(func, args, kwargs)
 
     def _step(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if any(map(self._is_on_meta, tree_leaves((args, kwargs)))):
+            device = kwargs.get("device")
+            if func.overloadpacket not in LIKE_OPS or device is None or torch.device(device) == _META:
+                return self._step_on_meta(func, args, kwargs)
+            args = (self.made_by(_empty, (args[0].shape, args[0].dtype), args[0].shape, args[0].dtype), *args[1:])
         if "resize" in func.name() or func.overloadpacket in (_aten.set_, _aten.set):
             raise CannotRecord(f"{func} changes a tensor's memory")
         if func.overloadpacket is _aten._to_copy and self._existed_before(args[0]):
@@ -229,6 +254,12 @@ class InitRecorder(Interception):
             )
         )
         return outcome
+
+    def _step_on_meta(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operation on tensors that the constructor has put on the meta device: there is nothing to compute."""
+        if any(self.number(leaf) is not None for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)):
+            raise CannotRecord(f"{func} takes tensors on the device meta and others")
+        return func(*args, **kwargs)
 
     def _existed_before(self, tensor: Any) -> bool:
         return isinstance(tensor, torch.nn.Parameter) and self.number(tensor) is None
@@ -306,6 +337,10 @@ class InitRecorder(Interception):
         return None if number is None else self.storages[number].device
 
 
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
 def _is_in_place(func: Any) -> bool:
     """Whether it changes what is in its first argument (not its shape, as t_ does), and returns it."""
     if torch.Tag.inplace_view in func.tags:
@@ -351,7 +386,8 @@ class _TensorQueries(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if kwargs.get("device") is not None and torch.device(kwargs["device"]) == _META:
-            raise CannotRecord("the model makes tensors on the device meta by itself")
+            with disable_dispatch_modes():  # as from_pretrained does, before it reads the weights
+                return func(*args, **kwargs)
         device = None
         if args and isinstance(args[0], torch.Tensor):
             device = self._recorder.device_of(args[0])

@@ -22,11 +22,12 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from unisono.errors import CheckpointError, UsageError
+from unisono.mesh.deferred_init.weight_files import SAFE_NAMES
 from unisono.parallel.full_state import full_shape
 from unisono.parallel.layout import layout_of
 from unisono.parallel.trainer import Trainer
 from unisono.train.checkpoint.checkpoints import Checkpoints
-from unisono.train.checkpoint.chunk_files import SAFE_NAMES, Described, bytes_of, safetensors_header
+from unisono.train.checkpoint.chunk_files import Described, bytes_of, safetensors_header
 from unisono.train.checkpoint.chunks import full_chunk, held_chunks
 from unisono.train.checkpoint.inventory import Entry, named_tensors, nonpersistent_buffers
 from unisono.train.checkpoint.manifest import NAME as MANIFEST
