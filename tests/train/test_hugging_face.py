@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import unisono as uni
 from tests.ranks import RankPool
 from unisono.errors import UsageError
+from unisono.mesh.deferred_init.deferred_model import defer_init, tensors_in
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -140,7 +142,7 @@ def with_own_loaders(comm: Any, folder: str) -> None:
         engine().fit(loader, shuffle=True)
 
 
-def test_dataloaders_of_ones_own(pools: Pools, tmp_path: Any) -> None:
+def test_dataloaders_of_ones_own(pools: Pools, tmp_path: Path) -> None:
     pools("gloo", 2).run(with_own_loaders, str(tmp_path / "run"))
 
 
@@ -156,3 +158,84 @@ def test_a_model_in_evaluation_mode_is_trained_in_training_mode() -> None:
     engine = uni.Engine(llama(attention_dropout=0.5).eval(), optimizer=adam, plan="dp=1", check="off")
     engine.run(pad(texts(2)))
     assert engine.model.training
+
+
+# ---- folders of weights ----------------------------------------------------------------------------------------------
+
+
+def mixture() -> Any:
+    """Its experts are stacked to one tensor, from one for each of them in the file."""
+    sizes = SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, experts_implementation="eager"))
+
+
+def classifier() -> Any:
+    """Its head is not in the file of a language model: from_pretrained initializes it."""
+    config = transformers.LlamaConfig(**SIZES | {"num_labels": 3, "pad_token_id": 0})
+    return transformers.LlamaForSequenceClassification(config)
+
+
+FOLDERS: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
+    "tied": (llama, "AutoModelForCausalLM", {}),
+    "bf16, in several files": (lambda: llama(tie_word_embeddings=False).bfloat16(), "AutoModelForCausalLM", {}),
+    "bf16 read as float32": (lambda: llama().bfloat16(), "AutoModelForCausalLM", {"dtype": torch.float32}),
+    "experts": (mixture, "AutoModelForCausalLM", {}),
+    "a new head": (classifier, "AutoModelForSequenceClassification", {}),
+    "another head": (llama, "AutoModelForSequenceClassification", {"num_labels": 5}),
+}
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_weights_of_a_folder_are_read_tensor_by_tensor(case: str, tmp_path: Path) -> None:
+    build, kind, options = FOLDERS[case]
+    build().save_pretrained(tmp_path, max_shard_size="20KB")
+
+    def pretrained() -> Any:
+        return getattr(transformers, kind).from_pretrained(tmp_path, **options)
+
+    deferred = defer_init(pretrained, seed=4)
+    assert deferred.is_deferred, deferred.note
+    torch.manual_seed(4)
+    expected = dict(tensors_in(pretrained()))
+    assert {name for name, _ in tensors_in(deferred.model)} == set(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(deferred.value(name), tensor, rtol=0, atol=0)
+
+
+def tuned(comm: Any, plan: str, base: str, out: str) -> None:
+    """Fine-tuned from one folder into another, which holds what one device would have saved."""
+    engine = uni.Engine(
+        lambda: transformers.AutoModelForCausalLM.from_pretrained(base),
+        optimizer=adam,
+        plan=plan,
+        collate=pad,
+        check="off",
+    )
+    engine.fit(texts(8), batch_size=4, shuffle=False, progress=False)
+    assert not engine.ready.note, "built shard by shard"
+    engine.save_pretrained(out, max_shard_size="20KB")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+    alone(plain, DataLoader(texts(8), 4, collate_fn=pad))  # type: ignore[arg-type]
+    saved = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert saved.config.architectures == ["LlamaForCausalLM"]
+    assert saved.generation_config.max_new_tokens == 5
+    assert saved.lm_head.weight is saved.model.embed_tokens.weight
+    torch.testing.assert_close(saved.state_dict(), plain.state_dict(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2"])
+def test_a_folder_is_tuned_into_another(plan: str, pools: Pools, tmp_path: Path) -> None:
+    base = built()
+    base.generation_config.max_new_tokens = 5
+    base.save_pretrained(tmp_path / "base", max_shard_size="20KB")
+    pools("gloo", 2).run(tuned, plan, str(tmp_path / "base"), str(tmp_path / "out"))
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "generation_config.json", "model.safetensors.index.json"} <= written
+    assert "model.safetensors" not in written
+
+
+def test_what_is_no_hugging_face_model_has_no_folder(tmp_path: Path) -> None:
+    engine = uni.Engine(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss, adam, plan="dp=1", check="off")
+    engine.prepare((torch.zeros(2, 2), torch.zeros(2, 1)))
+    with pytest.raises(UsageError, match="save_pretrained of a Linear, which has no config of transformers"):
+        engine.save_pretrained(tmp_path)

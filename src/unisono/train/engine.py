@@ -42,6 +42,7 @@ from unisono.train import evaluation
 from unisono.train.callbacks import Callback
 from unisono.train.checkpoint.checkpoints import Checkpoints
 from unisono.train.checkpoint.inventory import shapes_here
+from unisono.train.checkpoint.weights import export_pretrained
 from unisono.train.data.given_batches import GivenBatches
 from unisono.train.data.loader import Loader
 from unisono.train.data.reading import Collate
@@ -441,6 +442,10 @@ class Engine:
                 "give another folder"
             )
         saved.save(self.ready, self.ready.steps, extra=self.own_state())
+
+    def save_pretrained(self, folder: str | Path, max_shard_size: int | str = "50GB") -> None:
+        """Save a Hugging Face model as a folder that `from_pretrained` reads, under any plan. Every rank calls it."""
+        export_pretrained(self.ready, folder, max_shard_size)
 
     def load(self, path: str | Path) -> None:
         """Load a checkpoint of the same model, saved under any plan."""

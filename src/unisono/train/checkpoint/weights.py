@@ -10,6 +10,9 @@ checkpoint. None of them can execute code.
 
 from __future__ import annotations
 
+import copy
+import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +36,9 @@ from unisono.train.checkpoint.inventory import Entry, named_tensors, nonpersiste
 from unisono.train.checkpoint.manifest import NAME as MANIFEST
 from unisono.train.checkpoint.manifest import Manifest, shown
 from unisono.train.checkpoint.restoring import full_entry, read_entries
+
+SAFE_WEIGHTS = "model.safetensors"  # of a folder that from_pretrained reads
+_INDEX = f"{SAFE_WEIGHTS}.index.json"
 
 # ---- out -------------------------------------------------------------------------------------------------------------
 
@@ -58,13 +64,84 @@ def _require_intact(folder: Path) -> None:
         raise CheckpointError(f"the checkpoint {folder} is damaged: {shown(faults)}")
 
 
+def export_pretrained(trainer: Trainer, folder: str | Path, max_shard_size: int | str = "50GB") -> None:
+    """Write the folder that Hugging Face's `from_pretrained` reads: config, generation config, and weights in files of
+    at most `max_shard_size` (if no tensor is larger) with an index. Every rank calls it."""
+    folder, limit = Path(folder), _size(max_shard_size)
+    config = getattr(trainer.model, "config", None)
+    if not callable(getattr(config, "save_pretrained", None)):
+        raise UsageError(
+            f"save_pretrained of a {type(trainer.model).__name__}, which has no config of transformers; expected a "
+            "Hugging Face model: save others with engine.save, or uni.export_weights"
+        )
+
+    def write(saved: Path) -> None:
+        dtypes = [getattr(torch, dtype) for _, dtype in Manifest.read(saved).model.values()]
+        _export_sharded(saved, folder, limit)
+        _save_configs(trainer.model, folder, next(filter(lambda dtype: dtype.is_floating_point, dtypes), None))
+
+    _assemble(trainer, folder / SAFE_WEIGHTS, write)
+
+
+def _size(limit: int | str) -> int:
+    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+    text = str(limit).strip().upper()
+    number, unit = (text[:-2], units[text[-2:]]) if text[-2:] in units else (text, 1)
+    if not number.isdecimal() or not int(number):
+        raise UsageError(f'max_shard_size={limit!r}: expected a number of bytes, or a text as "500MB" or "5GB"')
+    return int(number) * unit
+
+
+def _export_sharded(saved: Path, folder: Path, limit: int) -> None:
+    manifest = Manifest.read(saved)
+    sizes = {name: math.prod(shape) * getattr(torch, dtype).itemsize for name, (shape, dtype) in _kept(manifest)}
+    files: list[list[str]] = [[]]
+    size = 0
+    for name, each in sizes.items():
+        if files[-1] and size + each > limit:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += each
+    stem, suffix = SAFE_WEIGHTS.split(".")
+    paths = [SAFE_WEIGHTS]
+    if len(files) > 1:
+        paths = [f"{stem}-{number:05}-of-{len(files):05}.{suffix}" for number in range(1, len(files) + 1)]
+    for stale in [*folder.glob(f"{stem}-*-of-*.{suffix}"), folder / _INDEX, folder / SAFE_WEIGHTS]:
+        if stale.name not in paths:
+            stale.unlink(missing_ok=True)
+    for path, names in zip(paths, files, strict=True):
+        _export_checkpoint(saved, folder / path, names)
+    if len(files) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}}
+        index["weight_map"] = {name: path for path, names in zip(paths, files, strict=True) for name in names}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _save_configs(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:
+    config: Any = copy.deepcopy(model.config)
+    if hasattr(model, "save_pretrained"):  # else a stage of a pipeline, whose config names the model
+        config.architectures = [type(model).__name__]
+    if dtype is not None:
+        config.dtype = str(dtype).removeprefix("torch.")
+    config.save_pretrained(folder)
+    generation: Any = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(folder)
+
+
 def _export_trainer(trainer: Trainer, path: Path) -> None:
+    _assemble(trainer, path, lambda saved: _export_checkpoint(saved, path))
+
+
+def _assemble(trainer: Trainer, path: Path, write: Callable[[Path], None]) -> None:
+    """Have rank 0 write, from the shards of all ranks, which lie beside the path meanwhile."""
     parts = Checkpoints(path.with_name(f".{path.name}.parts"), keep=None)
     saved = parts.save_weights(trainer, trainer.steps)
     error: str | None = None
     if trainer.mesh.index() == 0:
         try:
-            _export_checkpoint(saved, path)
+            write(saved)
         except (OSError, CheckpointError) as failure:
             error = str(failure)
         shutil.rmtree(parts.folder, ignore_errors=True)
@@ -74,10 +151,16 @@ def _export_trainer(trainer: Trainer, path: Path) -> None:
         raise CheckpointError(f"the weights were not written to {path}: {error}")
 
 
-def _export_checkpoint(folder: Path, path: Path) -> None:
+def _kept(manifest: Manifest) -> list[tuple[str, tuple[tuple[int, ...], str]]]:
+    """Shape and dtype of what is exported."""
+    return [(name, about) for name, about in manifest.model.items() if name not in manifest.passing]
+
+
+def _export_checkpoint(folder: Path, path: Path, names: Sequence[str] | None = None) -> None:
+    """names: of the tensors to write; default: all."""
     manifest = Manifest.read(folder)
-    kept = {name: about for name, about in manifest.model.items() if name not in manifest.passing}
-    described = [(name, getattr(torch, dtype), shape) for name, (shape, dtype) in kept.items()]
+    kept = [(name, about) for name, about in _kept(manifest) if names is None or name in names]
+    described = [(name, getattr(torch, dtype), shape) for name, (shape, dtype) in kept]
 
     def tensors() -> Iterator[torch.Tensor]:
         for name, dtype, _ in described:
