@@ -41,7 +41,7 @@ from tools import commands
 from tools.commands import ROOT
 
 RUN, SHOWN = ("python", "bash", "console"), ("text", "toml", "json", "mermaid", "yaml")
-LIMIT = 150  # seconds a page may take
+LIMIT = 400  # seconds a page may take
 _FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>```+)(?P<info>.*)$")
 _NOTE = re.compile(r"^ *<!-- (?P<word>not run|exit|output)(?:: (?P<message>.*?))? -->$")
 _PROOF = re.compile(r"unisono verify examples/[\w.:/]+( --?\w+ [\w=,-]+)*")

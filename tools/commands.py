@@ -64,7 +64,7 @@ class Stage:
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
-    def run(self, command: str, folder: Path, limit: float = 150, literally: bool = False) -> End:
+    def run(self, command: str, folder: Path, limit: float = 400, literally: bool = False) -> End:
         """Run the command in the folder; after `limit` seconds it is ended, with all that it has started.
 
         literally: by a shell, in interpreters of its own.

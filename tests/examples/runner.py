@@ -31,7 +31,7 @@ from tools.commands import COMMON, End, Stage
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 STARTERS = ("unisono", "vqnetrun", "python", "mpiexec")
-TIMEOUT = 150.0
+TIMEOUT = 400.0
 
 
 class NoCommandError(AssertionError):
