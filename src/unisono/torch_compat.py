@@ -11,7 +11,7 @@ import functools
 import operator
 import threading
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -201,12 +201,26 @@ def is_compiling() -> bool:
 
 class RegionCall:
     """In a `with` block of it, Dynamo may compile what runs. Other traces, such as torch.export's, are not meant by
-    `is_compiling`."""
+    `is_compiling`.
+
+    Graphs compiled here do not serve once hooks were added to a module, and take numbers of Python (the rate of a
+    dropout) as constants."""
+
+    _OPTIONS: ClassVar = {"skip_nnmodule_hook_guards": False, "specialize_float": True}
 
     def __enter__(self) -> None:
+        from torch._dynamo import config
+
         _compiler.regions = getattr(_compiler, "regions", 0) + 1
+        self._before = {name: getattr(config, name) for name in self._OPTIONS}
+        for name, value in self._OPTIONS.items():
+            setattr(config, name, value)
 
     def __exit__(self, *_: object) -> None:
+        from torch._dynamo import config
+
+        for name, value in self._before.items():
+            setattr(config, name, value)
         _compiler.regions -= 1
 
 

@@ -7,8 +7,10 @@ random numbers are the same.
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -89,19 +91,24 @@ def _verified(comm: Communicator, task: Callable[[], uni.Task], plan: str) -> tu
     return verdict.equivalent, verdict.compilation, str(verdict)
 
 
+def _is_all_compiled(compilation: str) -> bool:
+    found = re.match(r"compiled (\d+) of (\d+) regions", compilation)
+    return found is not None and found[1] == found[2] and "eagerly" not in compilation
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_plan_changes_nothing(pools: Callable[[str, int], RankPool], plan: str) -> None:
-    is_equivalent, compilation, verdict = pools("gloo", 2).run(_verified, _gpt_task, f"{plan},compile")[0]
-    assert is_equivalent, verdict
-    assert "eagerly" not in compilation
+    for is_equivalent, compilation, verdict in pools("gloo", 2).run(_verified, _gpt_task, f"{plan},compile"):
+        assert is_equivalent, verdict
+        assert _is_all_compiled(compilation), compilation
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("plan", LLAMA_PLANS)
 def test_a_llama_of_hugging_face(pools: Callable[[str, int], RankPool], plan: str) -> None:
-    is_equivalent, compilation, verdict = pools("gloo", 2).run(_verified, _llama_task, f"{plan},compile")[0]
-    assert is_equivalent, verdict
-    assert "eagerly" not in compilation
+    for is_equivalent, compilation, verdict in pools("gloo", 2).run(_verified, _llama_task, f"{plan},compile"):
+        assert is_equivalent, verdict
+        assert _is_all_compiled(compilation), compilation
 
 
 def _trained(
@@ -133,6 +140,7 @@ def test_alike_blocks_share_a_graph_and_batches_of_any_size_take_two() -> None:
     assert losses == pytest.approx(expected, rel=1e-12)
     assert trainer.compilation is not None
     assert len(trainer.compilation.regions) == 5  # four blocks and a norm
+    assert not trainer.compilation.failures
     assert trainer.compilation.graphs <= 2 * 3  # two for all blocks, for the norm and for the loss
 
 
@@ -168,6 +176,7 @@ def test_a_compiled_model_is_recognised(how: str) -> None:
     losses, trainer = _trained("dp=1", model)
     expected, plain = _trained("dp=1")
     assert trainer.plan.compile
+    assert _is_all_compiled(str(trainer.compilation))
     assert losses == pytest.approx(expected, rel=1e-12)
     assert list(trainer.model.state_dict()) == list(plain.model.state_dict())
 
@@ -273,3 +282,76 @@ def test_dropouts_that_functions_of_torch_call_are_those_of_one_device() -> None
     assert trainer.compilation is not None
     assert not trainer.compilation.failures
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+
+
+class _Dropped(nn.Module):
+    def __init__(self, drop: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(8, 8), drop
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(torch.tanh(self.linear(x)))
+
+
+def _in_place(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    F.dropout(x, 0.3, True, True)
+    return x
+
+
+def _two_calls(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.randint(3, (4, 8)) + torch.randint(3, 4, (8,))
+
+
+def _scaled(x: torch.Tensor) -> torch.Tensor:
+    return 3 * x
+
+
+def _of_blocks(*drops: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*map(_Dropped, drops))
+
+
+def _hooked(trainer: uni.Trainer, step: int) -> None:
+    if step == 1:
+        trainer.model[1].linear.register_forward_hook(lambda module, args, output: _scaled(output))  # type: ignore[index, union-attr]
+
+
+def _unchanged(trainer: uni.Trainer, step: int) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("model", "before"),
+    [
+        pytest.param(_of_blocks(*[nn.Dropout(0.3)] * 3), _unchanged, id="one dropout for all blocks"),
+        pytest.param(_of_blocks(*map(nn.Dropout, (0.1, 0.2, 0.3))), _unchanged, id="several rates"),
+        pytest.param(_of_blocks(_in_place, _in_place), _unchanged, id="in place"),
+        pytest.param(_of_blocks(_two_calls, _two_calls), _unchanged, id="calls of the same numbers"),
+        pytest.param(_of_blocks(nn.Tanh(), nn.Tanh()), _hooked, id="a hook that comes later"),
+    ],
+)
+def test_what_one_graph_must_not_mean_for_all(
+    model: Callable[[], nn.Module], before: Callable[[uni.Trainer, int], None]
+) -> None:
+    losses: dict[str, list[float]] = {"dp=1": [], "compile": []}
+    for plan, found in losses.items():
+        torch.manual_seed(0)
+        trainer = uni.parallelize(
+            copy.deepcopy(model()), plan, loss=F.mse_loss, optimizer=_adam, check="off", dtype=torch.float64
+        )
+        for step in range(3):
+            before(trainer, step)
+            x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            found.append(trainer.step((x, x)).item())
+    assert _is_all_compiled(str(trainer.compilation))
+    assert losses["compile"] == pytest.approx(losses["dp=1"], rel=1e-12)
+
+
+def test_hooks_that_copy_saved_tensors_are_refused() -> None:
+    trainer = uni.parallelize(
+        _of_blocks(nn.Dropout(0.3))(), "compile", loss=F.mse_loss, optimizer=_adam, check="off", dtype=torch.float64
+    )
+    x = torch.randn(4, 8, dtype=torch.float64)
+    hooks = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved)
+    with hooks, pytest.raises(UsageError, match=r"saved_tensors_hooks .* around a compiled region have copied"):
+        trainer.step((x, x))

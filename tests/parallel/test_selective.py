@@ -304,3 +304,32 @@ def _without_blocks(comm: Communicator) -> bool:
 
 def test_parameters_that_zero_3_frees_are_not_read_again(pools: Callable[[str, int], RankPool]) -> None:
     assert all(pools("gloo", 2).run(_without_blocks))
+
+
+class _Written(nn.Module):
+    """Changes a tensor after it was saved: the backward sees the changed one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.linear(x)) * 2.0
+        z = y.square()
+        y.data.clamp_(max=0.5)
+        return z + F.silu(y)
+
+
+def test_changes_through_data_are_seen() -> None:
+    gradients = []
+    for policy in ("none", "selective"):
+        torch.manual_seed(0)
+        model = nn.Sequential(_Written())
+        if policy == "selective":
+            recompute(model, "selective")
+        model(torch.randn(64, 16)).sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for expected, found in zip(*gradients, strict=True):
+        assert expected is not None
+        assert found is not None
+        assert torch.equal(expected, found)

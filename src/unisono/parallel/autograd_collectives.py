@@ -286,7 +286,7 @@ def _joined(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> 
     if len(rows) < longest:
         rows = torch.cat([rows, rows.new_zeros(longest - len(rows), *rows.shape[1:])])
     if is_compiling():
-        joined = torch.ops.unisono.all_gather_rows(rows, number_of(comm))
+        joined = torch.ops.unisono.all_gather_rows(rows, number_of(comm), comm.size)
     else:
         joined = rows.new_empty(comm.size * longest, *rows.shape[1:])
         comm.all_gather_into(joined, rows.contiguous())
@@ -314,7 +314,7 @@ def _start_shard_of_sum(x: torch.Tensor, dim: int, lengths: Lengths, comm: Commu
             ]
         )
     if is_compiling():
-        shard = torch.ops.unisono.reduce_scatter_rows(rows, number_of(comm))
+        shard = torch.ops.unisono.reduce_scatter_rows(rows, number_of(comm), comm.size)
         return lambda: shard[: lengths[comm.rank]].movedim(0, dim).contiguous()
     handle = comm.reduce_scatter(rows.contiguous(), async_op=True)
     return lambda: unlinked(handle.wait()[: lengths[comm.rank]].movedim(0, dim).contiguous())

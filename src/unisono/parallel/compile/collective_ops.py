@@ -1,4 +1,8 @@
-"""Collectives as ops of torch, for graphs that are traced: what autograd_collectives computes in a compiled region."""
+"""Collectives as ops of torch, for graphs that are traced: what autograd_collectives computes in a compiled region.
+
+Ops take the size of a communicator beside its number: inductor's cache holds graphs of other jobs, in which the same
+number may stand for more ranks.
+"""
 
 from __future__ import annotations
 
@@ -46,25 +50,25 @@ def _(x: torch.Tensor, comm: int) -> torch.Tensor:
 
 
 @torch.library.custom_op("unisono::all_gather_rows", mutates_args=())
-def all_gather_rows(x: torch.Tensor, comm: int) -> torch.Tensor:
+def all_gather_rows(x: torch.Tensor, comm: int, size: int) -> torch.Tensor:
     """Along dim 0, of equally many rows of every rank."""
-    joined = x.new_empty(_comms[comm].size * x.shape[0], *x.shape[1:])
+    joined = x.new_empty(size * x.shape[0], *x.shape[1:])
     _comms[comm].all_gather_into(joined, x.contiguous())
     return joined
 
 
 @all_gather_rows.register_fake
-def _(x: torch.Tensor, comm: int) -> torch.Tensor:
-    return x.new_empty(_comms[comm].size * x.shape[0], *x.shape[1:])
+def _(x: torch.Tensor, comm: int, size: int) -> torch.Tensor:
+    return x.new_empty(size * x.shape[0], *x.shape[1:])
 
 
 @torch.library.custom_op("unisono::reduce_scatter_rows", mutates_args=())
-def reduce_scatter_rows(x: torch.Tensor, comm: int) -> torch.Tensor:
+def reduce_scatter_rows(x: torch.Tensor, comm: int, size: int) -> torch.Tensor:
     """Along dim 0, in equal parts."""
     result: torch.Tensor = _comms[comm].reduce_scatter(x.contiguous())
     return result
 
 
 @reduce_scatter_rows.register_fake
-def _(x: torch.Tensor, comm: int) -> torch.Tensor:
-    return x.new_empty(x.shape[0] // _comms[comm].size, *x.shape[1:])
+def _(x: torch.Tensor, comm: int, size: int) -> torch.Tensor:
+    return x.new_empty(x.shape[0] // size, *x.shape[1:])

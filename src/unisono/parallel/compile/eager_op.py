@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from unisono.errors import InternalError
+from unisono.errors import UsageError
 from unisono.torch_compat import no_tracing, with_autograd
 
 Run = Callable[[Callable[[], Any]], Any]
@@ -94,7 +94,7 @@ def call_eagerly(
     device = tensors[0].device.type if tensors else "cpu"
     autocast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
     kinds = tuple(_Kind(tensor.dim(), tensor.dtype, tensor.device) for tensor in tensors)
-    key = f"{identity} {constants} {indices} {autocast} {kinds}"
+    key = f"{identity} {constants} {indices} {autocast} {kinds} {spec}"
     _calls[key] = EagerCall(function, shape_of, run, constants, indices, spec, autocast, kinds)
     needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
     output, kept = torch.ops.unisono.eager(tensors, key, needs, after)
@@ -132,12 +132,14 @@ def _eager_backward(
     kept: torch.Tensor, grads: list[torch.Tensor], call: str, needs: list[bool], sizes: list[int]
 ) -> list[torch.Tensor]:
     graph = _kept.get(int(kept))
-    if graph is None or not graph.outputs:
-        raise InternalError("the backward of a compiled call comes after its graph was freed; please report this")
+    if graph is None:
+        raise UsageError(
+            "saved_tensors_hooks (or save_on_cpu) around a compiled region have copied what it saves for the backward; "
+            "leave compile out of the plan, or the hooks out of the forward"
+        )
     wanted = [tensor for tensor, need in zip(graph.inputs, needs, strict=True) if need]
     with with_autograd():
-        found = torch.autograd.grad(graph.outputs, wanted, grads, allow_unused=True)
-    graph.outputs, graph.inputs = [], []
+        found = torch.autograd.grad(graph.outputs, wanted, grads, retain_graph=True, allow_unused=True)
     gradients = [torch.zeros_like(like) if grad is None else grad for grad, like in zip(found, wanted, strict=True)]
     return _unshared(gradients, grads)
 

@@ -56,7 +56,7 @@ class CompiledLoss:
             if self._compilation.has_begun:
                 raise
             self._has_failed = True
-            reason = failure_of(error)
+            reason = self._compilation.failures[f"the loss {self.__name__}"] = failure_of(error)
             warnings.warn(f"the loss {self.__name__} cannot be compiled and runs eagerly: {reason}", stacklevel=2)
         return self.loss(outputs, targets)
 

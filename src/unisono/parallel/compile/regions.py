@@ -6,7 +6,7 @@ before the head, for example) are regions. What is between regions runs eagerly:
 recomputation, and the hooks of users.
 
 A region runs eagerly
-- in the first step, in which values and random numbers are checked;
+- in trial runs, and in a first step in which values and random numbers are checked;
 - where a mode of torch watches its operations, or its tensors have no values;
 - from then on, if it cannot be compiled: one warning has the reason.
 """
@@ -46,6 +46,7 @@ from unisono.torch_compat import (
     pop_function_modes,
 )
 
+_RECOMPILED = ("FailOnRecompileLimitHit", "RecompileLimitExceeded")
 _PLAIN = (nn.Linear, nn.Embedding, nn.Dropout, nn.Identity)  # one op: nothing to fuse
 
 
@@ -110,17 +111,17 @@ class Compilation:
         return run
 
     def _site(self, region: CompiledRegion, modules: dict[str, nn.Module], node: fx.Node) -> str:
-        """The innermost named module that makes a call, relative to the region."""
+        """The innermost named module that makes a call, as an attribute of the region's module."""
+        paths = {module: path for path, module in region.module.named_modules()}
         for module in rewrite.calling_modules(node, modules):
-            name = self.random.name_of(module)
-            if name is not None:
-                return name.removeprefix(region.name).removeprefix(".")
+            if self.random.name_of(module) is not None:
+                return paths[module]
         return ""
 
     def __str__(self) -> str:
         if not self.regions:
             return "nothing to compile"
-        compiled = len(self.regions) - len(self.failures)
+        compiled = sum(region.name not in self.failures for region in self.regions)
         text = f"compiled {compiled} of {len(self.regions)} regions in {self.graphs} graphs: {self.seconds:.0f} s"
         for name, reason in list(self.failures.items())[:1]:
             text += f"; {name} runs eagerly: {reason}"
@@ -135,7 +136,7 @@ def _run_from(site: str, location: Location) -> Callable[[Callable[[], Any]], An
         state = active_state()
         if state is None:
             return call()
-        with state.called_by(f"{_running[-1].name}.{site}".strip("."), locate(location)):
+        with state.called_by(_running[-1].name_of(site), locate(location)):
             return call()
 
     return run
@@ -148,6 +149,10 @@ class CompiledRegion:
         self.module, self.name = module, name
         self._own_forward = vars(module).get("forward")  # of this module alone, where it is not its class's
         self._compilation, self._runners = compilation, runners
+
+    def name_of(self, site: str) -> str:
+        """The name by which a module of the region draws random numbers: several regions may share the module."""
+        return self._compilation.random.name_of(self.module.get_submodule(site)) or f"{self.name}.{site}".strip(".")
 
     @property
     def _forward(self) -> Callable[..., Any]:
@@ -304,6 +309,8 @@ def runner() -> Callable[..., Any]:
 
 
 def failure_of(error: Exception) -> str:
+    if type(error).__name__ in _RECOMPILED:
+        return "it was compiled for as many different arguments or attributes as Dynamo's recompile_limit allows"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     lines = [line for line in lines if not line.endswith("raised:")]
     return lines[0] if lines else type(error).__name__

@@ -19,6 +19,7 @@ replaced here.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -136,12 +137,26 @@ def _in_graph(function: Function, own: Function, args: tuple[Any, ...], kwargs: 
     if caller is None:
         raise CompilationError(f"{name}, called where no module is known")
     if any(isinstance(leaf, torch.SymInt | torch.SymFloat) for leaf in tree_leaves((args, kwargs))):
-        raise CompilationError(f"{name} of a size that changes from batch to batch")
+        raise CompilationError(f"{name} with a number that changes from batch to batch")
+    if kwargs.get("out") is not None:
+        raise CompilationError(f"{name} with out=")
     site = caller.site()
     identity, run = f"{name} {site} {caller.location}", caller.run_from(site, caller.location)
     if is_plain:
         return _attention_with_dropout(identity, run, *args, **kwargs)
-    return _eagerly(identity, function, own, run, *args, **kwargs)
+    bound = _bound(own, args, kwargs)
+    if bound is None or not bound.arguments.get("inplace"):
+        return _eagerly(identity, function, own, run, *args, **kwargs)
+    bound.arguments["inplace"] = False
+    output = _eagerly(identity, function, own, run, *bound.args, **bound.kwargs)
+    return bound.arguments["input"].copy_(output)
+
+
+def _bound(own: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments | None:
+    try:
+        return inspect.signature(own).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # a function of C++: those have another name where they work in place
+        return None
 
 
 def _eagerly(identity: str, function: Function, own: Function, run: Function, *args: Any, **kwargs: Any) -> Any:

@@ -14,8 +14,9 @@ the backward may be done in halves, twice or with create_graph=True. What is com
 same kernels run on the same values.
 
 Ops inside a custom autograd.Function are not repeated, since kernels of its own may write to their results. Tensors
-that are changed in place are distinguished by their version counters, as autograd does, and those that a collective
-writes to by its record. Hooks for saved tensors around the block (torch.autograd.graph.save_on_cpu) get what is kept.
+that are changed in place, also through `.data`, are known by the ops that write to them, and those that a collective
+writes to by its record; what NumPy writes to the memory of a tensor is not seen. Hooks for saved tensors around the
+block (torch.autograd.graph.save_on_cpu) get what is kept.
 """
 
 from __future__ import annotations
@@ -199,6 +200,8 @@ class _Region(TorchDispatchMode):
             for leaf in tree_leaves(args):
                 self._change(leaf)
         result = func(*args, **kwargs)
+        if func._schema.is_mutable:
+            self._change_written(func, args, kwargs)
         if is_cheap(func) and torch.is_grad_enabled():
             with no_torch_function():
                 self._note(func, args, kwargs, result)
@@ -233,6 +236,13 @@ class _Region(TorchDispatchMode):
         """Collectives write to a tensor without counting it as changed."""
         if record.op in ("all_reduce", "broadcast", "reduce"):
             self._change(record.tensor)
+
+    def _change_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What an op in place has written to; `x.data` has a version counter of its own, and x does not count it."""
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in _tensors_in(args[index] if index < len(args) else kwargs.get(argument.name)):
+                    self._change(tensor)
 
     def _change(self, tensor: Any) -> None:
         if isinstance(tensor, torch.Tensor) and _is_plain(tensor):
