@@ -24,6 +24,7 @@ for _height, _layer in enumerate(_STACK):
 MAY_IMPORT["quantum"] = {*_GROUND, "launch", "comm"}
 MAY_IMPORT["compat"] |= {"quantum"}
 MAY_IMPORT["report"] |= {"quantum"}
+MAY_IMPORT["integrations"] = {*_GROUND, "launch", "comm", "quantum"}
 _EVERYTHING = set(_STACK) | {"quantum"}
 MAY_IMPORT["__init__"] = _EVERYTHING | {"nn"}
 MAY_IMPORT["nn"] = _EVERYTHING - {"report"}

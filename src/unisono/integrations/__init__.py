@@ -1,0 +1,7 @@
+"""unisono's parts as plugins of other frameworks.
+
+    pennylane/   the device `qml.device("unisono.qubit")`: QNodes on the circuit simulator of unisono.quantum
+
+Each folder imports its framework, which is an optional package. Nothing in unisono imports this folder: the frameworks
+find it through the entry points of pyproject.toml.
+"""

@@ -1,0 +1,278 @@
+"""The PennyLane device `unisono.qubit`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pennylane as qml
+import torch
+from pennylane.devices import Device, ExecutionConfig
+from pennylane.devices.modifiers import simulator_tracking, single_tape_support
+from pennylane.devices.preprocess import (
+    decompose,
+    device_resolve_dynamic_wires,
+    no_sampling,
+    null_postprocessing,
+    validate_adjoint_trainable_params,
+    validate_device_wires,
+    validate_measurements,
+    validate_observables,
+)
+from pennylane.exceptions import DeviceError
+from pennylane.measurements import ExpectationMP, SampleMeasurement, StateMeasurement
+from pennylane.transforms import broadcast_expand, defer_measurements, split_non_commuting
+from pennylane.transforms.core import transform
+
+from unisono.comm.communicator import Communicator
+from unisono.comm.rendezvous import world
+from unisono.comm.rendezvous.launcher_env import find_rank_info
+from unisono.errors import UsageError
+from unisono.integrations.pennylane.jacobian import jacobian, vjp
+from unisono.integrations.pennylane.measurement import SHADOWS, analytic, observable_of, sampled
+from unisono.integrations.pennylane.operators import GATE_SET, is_differentiable, is_native
+from unisono.integrations.pennylane.simulator import Job, Simulator
+from unisono.quantum.arguments import DTYPES, require_device, shown
+from unisono.quantum.circuit.parameter import is_index
+from unisono.quantum.kernels.runner import require_kernel
+
+NAME = "unisono.qubit"
+
+
+@simulator_tracking
+@single_tape_support
+class UnisonoQubit(Device):
+    """State vectors by unisono.quantum, on one process or sharded over the ranks of a job.
+
+    wires: their number or labels; None takes those of each circuit. ranks: how many ranks share each state, all of the
+    job (the default) or 1; every rank runs the same QNodes and has all results. c_dtype: np.complex64 or np.complex128.
+    device: where states are, "cpu" or "cuda". seed: of samples, as for numpy.random.default_rng; the same seed gives
+    the same samples on any number of ranks."""
+
+    def __init__(
+        self,
+        wires: Any = None,
+        *,
+        shots: Any = None,
+        ranks: int | None = None,
+        c_dtype: Any = np.complex128,
+        seed: Any = "global",
+        device: torch.device | str | None = None,
+        kernel: str = "auto",
+    ) -> None:
+        super().__init__(wires=wires, shots=shots)
+        if self.wires is not None and not len(self.wires):
+            raise UsageError(f"wires={wires!r}: expected 1 or more")
+        comm = _communicator(ranks)
+        require_kernel(kernel)
+        place = comm.device if device is None and comm is not None else require_device(device or "cpu")
+        self._simulator = Simulator(comm, _dtype(c_dtype), place, kernel)
+        self._rng = _generator(seed, comm)
+
+    @property
+    def name(self) -> str:
+        return NAME
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share each state."""
+        return 1 if self._simulator.comm is None else self._simulator.comm.size
+
+    @property
+    def c_dtype(self) -> type:
+        return np.complex64 if self._simulator.dtype == torch.complex64 else np.complex128
+
+    # ---- what it accepts ----------------------------------------------------------------------------------------
+
+    def setup_execution_config(self, config: ExecutionConfig | None = None, circuit: Any = None) -> ExecutionConfig:
+        config = config or ExecutionConfig()
+        for option in config.device_options:
+            raise DeviceError(f"device option {option!r}: {NAME} has none; give it to qml.device(...)")
+        method = "adjoint" if config.gradient_method == "best" else config.gradient_method
+        adjoint = method == "adjoint"
+        updated: dict[str, Any] = {"gradient_method": method, "convert_to_numpy": True}
+        for name in ("use_device_gradient", "use_device_jacobian_product"):
+            if getattr(config, name) is None:
+                updated[name] = adjoint
+        if config.grad_on_execution is None:
+            updated["grad_on_execution"] = False  # a vector-Jacobian product costs one walk, a Jacobian several
+        if config.mcm_config.mcm_method not in (None, "deferred"):
+            raise DeviceError(
+                f"mcm_method={str(config.mcm_config.mcm_method)!r}: {NAME} defers mid-circuit measurements; use "
+                "mcm_method='deferred', or leave it out"
+            )
+        return replace(config, mcm_config=replace(config.mcm_config, mcm_method="deferred"), **updated)
+
+    def preprocess_transforms(self, execution_config: ExecutionConfig | None = None) -> Any:
+        config = execution_config or ExecutionConfig()
+        adjoint = config.gradient_method == "adjoint"
+        pipeline = qml.CompilePipeline()
+        pipeline.add_transform(defer_measurements, allow_postselect=False)
+        pipeline.add_transform(
+            decompose,
+            stopping_condition=_native_and_differentiable if adjoint else is_native,
+            device_wires=self.wires,
+            target_gates=GATE_SET,
+            name=NAME,
+        )
+        pipeline.add_transform(device_resolve_dynamic_wires, wires=self.wires, allow_resets=False)
+        pipeline.add_transform(validate_device_wires, self.wires, name=NAME)
+        pipeline.add_transform(
+            validate_measurements, analytic_measurements=_is_analytic, sample_measurements=_is_sampled, name=NAME
+        )
+        pipeline.add_transform(broadcast_expand)
+        pipeline.add_transform(split_shots)
+        if adjoint:
+            pipeline.add_transform(no_sampling, name=f"adjoint + {NAME}")
+            pipeline.add_transform(
+                validate_measurements, analytic_measurements=_is_expectation, name=f"adjoint + {NAME}"
+            )
+            pipeline.add_transform(validate_observables, _has_costate, name=f"adjoint + {NAME}")
+            pipeline.add_transform(validate_adjoint_trainable_params)
+        return pipeline
+
+    def supports_derivatives(self, execution_config: ExecutionConfig | None = None, circuit: Any = None) -> bool:
+        """By the adjoint method: of expectation values, without shots."""
+        if execution_config is None:
+            return True
+        if execution_config.gradient_method not in ("adjoint", "best"):
+            return False
+        if circuit is None:
+            return True
+        if execution_config.gradient_method == "best" and any(
+            mp.obs is not None and any(map(qml.math.requires_grad, mp.obs.data)) for mp in circuit.measurements
+        ):
+            return False  # parameter-shift has these derivatives, too
+        return not circuit.shots and all(_is_expectation(mp) and _has_costate(mp.obs) for mp in circuit.measurements)
+
+    def supports_vjp(self, execution_config: ExecutionConfig | None = None, circuit: Any = None) -> bool:
+        return self.supports_derivatives(execution_config, circuit)
+
+    def supports_jvp(self, execution_config: ExecutionConfig | None = None, circuit: Any = None) -> bool:
+        return self.supports_derivatives(execution_config, circuit)
+
+    # ---- running ------------------------------------------------------------------------------------------------
+
+    def execute(self, circuits: Any, execution_config: ExecutionConfig | None = None) -> Any:
+        config = execution_config or ExecutionConfig()
+        self._simulator.forget()
+        results = tuple(self._execute(each, keep=bool(each.shots or config.use_device_gradient)) for each in circuits)
+        if not config.use_device_gradient:
+            self._simulator.forget()
+        return results
+
+    def compute_derivatives(self, circuits: Any, execution_config: ExecutionConfig | None = None) -> Any:
+        return tuple(jacobian(self._simulator, self._job(each), each) for each in circuits)
+
+    def execute_and_compute_derivatives(self, circuits: Any, execution_config: ExecutionConfig | None = None) -> Any:
+        results = tuple(self._execute(each, keep=True) for each in circuits)
+        return results, self.compute_derivatives(circuits, execution_config)
+
+    def compute_vjp(self, circuits: Any, cotangents: Any, execution_config: ExecutionConfig | None = None) -> Any:
+        pairs = zip(circuits, cotangents, strict=True)
+        return tuple(vjp(self._simulator, self._job(each), each, given) for each, given in pairs)
+
+    def execute_and_compute_vjp(
+        self, circuits: Any, cotangents: Any, execution_config: ExecutionConfig | None = None
+    ) -> Any:
+        results = tuple(self._execute(each, keep=True) for each in circuits)
+        return results, self.compute_vjp(circuits, cotangents, execution_config)
+
+    def compute_jvp(self, circuits: Any, tangents: Any, execution_config: ExecutionConfig | None = None) -> Any:
+        found = []
+        for circuit, given in zip(circuits, tangents, strict=True):
+            rows = jacobian(self._simulator, self._job(circuit), circuit)
+            several = len(circuit.measurements) > 1
+            products = [np.asarray(np.dot(np.atleast_1d(row), given)) for row in (rows if several else (rows,))]
+            found.append(tuple(products) if several else products[0])
+        return tuple(found)
+
+    def execute_and_compute_jvp(
+        self, circuits: Any, tangents: Any, execution_config: ExecutionConfig | None = None
+    ) -> Any:
+        results = tuple(self._execute(each, keep=True) for each in circuits)
+        return results, self.compute_jvp(circuits, tangents, execution_config)
+
+    def _job(self, circuit: Any) -> Job:
+        return self._simulator.prepare(circuit, self.wires)
+
+    def _execute(self, circuit: Any, *, keep: bool) -> Any:
+        job = self._job(circuit)
+        state = self._simulator.state(job, keep=keep)
+        if circuit.shots:
+            return sampled(self._simulator, job, circuit, state, self._rng)
+        found = analytic(self._simulator, job, circuit.measurements, state)
+        return found[0] if len(found) == 1 else tuple(found)
+
+
+@transform
+def split_shots(tape: Any) -> Any:
+    """With shots, a tape for each set of observables that can be measured together; they share the state."""
+    if not tape.shots or any(isinstance(mp, SHADOWS) for mp in tape.measurements):
+        return (tape,), null_postprocessing
+    return split_non_commuting(tape)
+
+
+def _native_and_differentiable(op: Any) -> bool:
+    return is_native(op) and is_differentiable(op)
+
+
+def _is_expectation(mp: Any) -> bool:
+    return isinstance(mp, ExpectationMP)
+
+
+def _is_analytic(mp: Any) -> bool:
+    return isinstance(mp, StateMeasurement)
+
+
+def _is_sampled(mp: Any) -> bool:
+    return isinstance(mp, (SampleMeasurement, *SHADOWS))
+
+
+def _has_costate(obs: Any) -> bool:
+    return observable_of(obs, {label: number for number, label in enumerate(obs.wires)}) is not None
+
+
+def _communicator(ranks: int | None) -> Communicator | None:
+    """The ranks that share states: those of the job, or None for this process alone."""
+    if ranks is not None and (not is_index(ranks) or ranks < 1 or int(ranks) & int(ranks) - 1):
+        raise UsageError(f"ranks={ranks!r}: expected a power of two, the number of ranks of the job, or 1")
+    if ranks == 1:
+        return None
+    size = world.world_size() if world.is_initialized() else find_rank_info().size
+    if ranks is not None and ranks != size:
+        raise UsageError(
+            f"ranks={ranks} in a job of {size}: start it with `unisono run -n {ranks}`, or leave ranks out for all "
+            "ranks of the job"
+        )
+    if size == 1:
+        return None
+    if size & size - 1:
+        raise UsageError(f"{size} ranks for one state: expected a power of two; use ranks=1 for a state on each rank")
+    return world.world() if world.is_initialized() else world.init()
+
+
+def _generator(seed: Any, comm: Communicator | None) -> np.random.Generator:
+    if isinstance(seed, str) and seed == "global":
+        seed = np.random.randint(0, high=10_000_000)
+    try:
+        made = np.random.default_rng(seed)
+    except (TypeError, ValueError):
+        raise UsageError(f"seed={shown(seed)}: expected a whole number of 0 or more, None or 'global'") from None
+    return made if comm is None else comm.broadcast_object(made)
+
+
+def _dtype(c_dtype: Any) -> torch.dtype:
+    names = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+    name = str(c_dtype).removeprefix("torch.") if isinstance(c_dtype, torch.dtype) else _numpy_name(c_dtype)
+    if name not in names:
+        raise UsageError(f"c_dtype={shown(c_dtype)}: expected np.complex64 or np.complex128")
+    return names[name]
+
+
+def _numpy_name(c_dtype: Any) -> str:
+    try:
+        return np.dtype(c_dtype).name
+    except TypeError:
+        return ""

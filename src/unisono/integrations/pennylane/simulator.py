@@ -1,0 +1,181 @@
+"""A tape as a program with angles, and the state that it makes.
+
+A program is compiled once for each structure (gates and wires) and run with the angles of each tape. The states of
+tapes that a derivative will be asked of, or that are measured in several bases, are kept for a while.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pennylane as qml
+import torch
+from pennylane.operation import StatePrepBase
+
+from unisono.comm.communicator import Communicator
+from unisono.integrations.pennylane.operators import GateSpec, operation_of, spec_of
+from unisono.quantum.circuit.circuit import Circuit
+from unisono.quantum.distributed.program import QuantumProgram
+from unisono.quantum.schedule.logical_qubits import narrowest
+from unisono.quantum.schedule.schedule import Schedule
+from unisono.quantum.state import State, device_of, nodes_of
+
+MOST_PROGRAMS = 64
+KEPT = 256 << 20  # bytes of states that are kept, and one state in any case
+
+
+@dataclass(frozen=True, eq=False)
+class TapeProgram:
+    """What all tapes of one structure share. `weight_of[i]` is the weight that the tape's parameter i is, or None."""
+
+    program: QuantumProgram
+    comm: Communicator | None
+    weight_of: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A tape made ready: its program, the angles, and the amplitudes that it starts from, if any. `labels[w]` is the
+    label of wire w."""
+
+    shared: TapeProgram
+    angles: np.ndarray
+    start: np.ndarray | None
+    labels: tuple[Any, ...]
+    key: tuple[Any, ...]
+
+    @property
+    def wires(self) -> int:
+        return len(self.labels)
+
+    @property
+    def wire_of(self) -> dict[Any, int]:
+        return {label: wire for wire, label in enumerate(self.labels)}
+
+
+class Simulator:
+    """Runs tapes whose operators are all native."""
+
+    def __init__(self, comm: Communicator | None, dtype: torch.dtype, device: torch.device, kernel: str) -> None:
+        self.comm, self.dtype, self.device, self.kernel = comm, dtype, device, kernel
+        self._programs: OrderedDict[tuple[Any, ...], TapeProgram] = OrderedDict()
+        self._states: OrderedDict[tuple[Any, ...], State] = OrderedDict()
+
+    def prepare(self, tape: Any, device_wires: Any = None) -> Job:
+        labels = tuple(device_wires) if device_wires is not None else standard_order(tape)
+        wire_of = None if labels == tuple(range(len(labels))) else {label: wire for wire, label in enumerate(labels)}
+        operators = tape.operations
+        start, first, specs = _preparation(operators, labels, wire_of)
+        angles: list[float] = []
+        for op in operators[first:]:
+            spec = spec_of(op, wire_of)
+            specs.append((spec, len(op.data)))
+            if spec is not None and not spec.is_array:
+                angles += map(float, op.data)
+        structure = (len(labels) or 1, start is not None, sum(len(op.data) for op in operators[:first]), *specs)
+        numbers = np.array(angles)
+        shared = self._program(structure)
+        begins = b"" if start is None else hashlib.blake2b(start.data).digest()
+        key = (shared, numbers.tobytes(), begins)
+        return Job(shared, numbers, start, labels or (0,), key)
+
+    def state(self, job: Job, *, keep: bool = False) -> State:
+        """The state that the tape makes, or the kept one. A kept state must not be changed."""
+        if (found := self._states.get(job.key)) is not None:
+            return found
+        if not keep:
+            return self._run(job)
+        size = torch.empty(0, dtype=self.dtype).element_size() << job.wires >> job.shared.program.schedule.global_qubits
+        while self._states and (len(self._states) + 1) * size > KEPT:
+            self._states.popitem(last=False)
+        self._states[job.key] = self._run(job)
+        return self._states[job.key]
+
+    def take(self, job: Job, *, again: bool = False) -> State:
+        """The same for who will change it: it is no longer kept, but as a small copy where it is needed again."""
+        found = self._states.pop(job.key, None)
+        if found is None:
+            found = self._run(job)
+        if again and 2 * found.local.nbytes <= KEPT:
+            self._states[job.key] = found.twin()
+        return found
+
+    def forget(self) -> None:
+        self._states.clear()
+
+    def rotated(self, state: State, operators: Sequence[Any], labels: Sequence[Any]) -> State:
+        """The state after further operators; the state itself is not changed."""
+        if not operators:
+            return state
+        circuit = Circuit(state.wires)
+        angles: list[float] = []
+        for op in operators:
+            if (spec := spec_of(op, {label: wire for wire, label in enumerate(labels)})) is not None:
+                circuit.append(operation_of(spec, len(angles)))
+                angles += [] if spec.is_array else map(float, op.data)
+        return state.twin().run(circuit, np.array(angles))
+
+    def _run(self, job: Job) -> State:
+        state = State(job.wires, job.shared.comm, dtype=self.dtype, device=self.device, kernel=self.kernel)
+        if job.start is not None:
+            state.set_amplitudes(torch.from_numpy(job.start))
+        return state.run(job.shared.program, job.angles)
+
+    def _program(self, structure: tuple[Any, ...]) -> TapeProgram:
+        if structure in self._programs:
+            self._programs.move_to_end(structure)
+            return self._programs[structure]
+        wires, has_start, skipped, *specs = structure
+        circuit, weight_of, count = Circuit(wires), [None] * skipped, 0
+        for spec, parameters in specs:
+            if spec is not None:
+                circuit.append(operation_of(spec, count))
+            angles = 0 if spec is None or spec.is_array else parameters
+            weight_of += [*range(count, count + angles)] if angles else [None] * parameters
+            count += angles
+        made = TapeProgram(*self._compiled(circuit, has_start), tuple(weight_of))
+        while len(self._programs) >= MOST_PROGRAMS:
+            self._programs.popitem(last=False)
+        self._programs[structure] = made
+        return made
+
+    def _compiled(self, circuit: Circuit, has_start: bool) -> tuple[QuantumProgram, Communicator | None]:
+        """The program, and the ranks that share its states: all, or, where a state has too few wires for that, each
+        rank by itself."""
+        ranks = 1 if self.comm is None else self.comm.size
+        global_qubits = ranks.bit_length() - 1
+        comm = self.comm if circuit.wires - global_qubits >= narrowest(circuit.operations) else None
+        ranks = 1 if comm is None else ranks
+        start = range(circuit.wires) if has_start else None
+        schedule = Schedule.of(circuit, ranks, nodes=nodes_of(comm), start=start)
+        program = QuantumProgram.of(schedule, comm.rank if comm else 0)
+        axes = circuit.wires - schedule.global_qubits
+        program.prepare(axes, self.dtype, device_of(comm, self.device), self.kernel)
+        return program, comm
+
+
+def standard_order(tape: Any) -> tuple[Any, ...]:
+    """The labels of a tape's wires in PennyLane's standard order, for devices that were made without wires."""
+    order = tape._get_standard_wire_map()
+    return tuple(range(tape.num_wires)) if order is None else tuple(sorted(order, key=order.__getitem__))
+
+
+def _preparation(
+    operators: Sequence[Any], labels: tuple[Any, ...], wire_of: Mapping[Any, int] | None
+) -> tuple[np.ndarray | None, int, list[tuple[GateSpec | None, int]]]:
+    """The amplitudes that a state preparation at the beginning gives, how many operators it takes, and gates that do
+    it instead: a basis state needs no amplitudes."""
+    if not operators or not isinstance(operators[0], StatePrepBase):
+        return None, 0, []
+    op = operators[0]
+    if isinstance(op, qml.BasisState):
+        wires = [label if wire_of is None else wire_of[label] for label in op.wires]
+        bits = np.asarray(qml.math.toarray(op.data[0])).astype(int).reshape(-1).tolist()
+        return None, 1, [(GateSpec("x", (wire,)), 0) for wire, bit in zip(wires, bits, strict=True) if bit]
+    vector = qml.math.toarray(op.state_vector(wire_order=labels))
+    return np.ascontiguousarray(vector, dtype=np.complex128).reshape(-1), 1, []
