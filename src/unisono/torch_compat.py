@@ -75,6 +75,7 @@ __all__ = [
     "saved_tensors_hooks",
     "set_tracing",
     "storage_uses",
+    "transform_at_work",
     "watch_random_ops",
     "will_run",
     "with_autograd",
@@ -297,6 +298,13 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 has_storage = torch._C._has_storage
 is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def transform_at_work() -> bool:
+    """Whether a transform of torch.func (grad, vmap) calls what runs: tensors are then not known by their memory."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm

@@ -38,7 +38,7 @@ from unisono.parallel.context import sharded_attention
 from unisono.parallel.context.sharded_attention import ShardedAttention
 from unisono.parallel.recomputation.selective import run_selectively
 from unisono.plan.plan import RECOMPUTE
-from unisono.torch_compat import function_modes, is_functorch_wrapped
+from unisono.torch_compat import function_modes, transform_at_work
 from unisono.torch_patches import attention
 
 _MARK = "unisono_recomputed"
@@ -107,7 +107,7 @@ def _wrap(module: nn.Module, forward: partial[Any]) -> nn.Module:
 
 
 def _selective(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled() or any(map(_is_transformed, args)):
+    if not torch.is_grad_enabled() or transform_at_work():
         return forward(*args, **kwargs)
     return run_selectively(forward, *args, **kwargs)
 
@@ -143,11 +143,6 @@ def _checkpointed(module: nn.Module | None, function: Callable[..., Any], *args:
         # Without memory (simulate/), a tensor may report another device when it is computed again.
         determinism_check="none" if any(map(_is_meta, (*args, *held))) else "default",
     )
-
-
-def _is_transformed(value: Any) -> bool:
-    """Whether a transform of torch.func is at work, in which tensors are not known by their memory."""
-    return isinstance(value, torch.Tensor) and is_functorch_wrapped(value)
 
 
 def _is_meta(value: Any) -> bool:
