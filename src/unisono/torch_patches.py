@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 
 from unisono.errors import InternalError
-from unisono.torch_compat import in_backward, is_compiling, is_tracing, no_spare_keys
+from unisono.torch_compat import in_backward, is_compiling, is_tracing, no_spare_keys, not_compiled
 
 Function = Callable[..., Any]
 Target = tuple[Any, str]  # the module or class that has an attribute, and its name
@@ -189,9 +189,12 @@ def observed(own: Function, replacement: Function, depth: int = 1) -> Function:
     """The replacement of a torch function, with which observers see calls. depth: how many frames up the caller is."""
 
     code = getattr(inspect.unwrap(own), "__code__", None)
+    eagerly = not_compiled(replacement)
 
     @functools.wraps(own)
     def entry(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # a function that the user has compiled calls it: the graph ends here
+            return eagerly(*args, **kwargs)
         if is_compiling():
             if is_tracing():
                 assert in_graphs is not None

@@ -299,6 +299,11 @@ def _in_place(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+@torch.compile(backend="aot_eager")
+def _compiled_by_the_user(x: torch.Tensor) -> torch.Tensor:
+    return F.dropout(1.5 * x, 0.3, True)
+
+
 def _two_calls(x: torch.Tensor) -> torch.Tensor:
     return x * torch.randint(3, (4, 8)) + torch.randint(3, 4, (8,))
 
@@ -327,6 +332,7 @@ def _unchanged(trainer: uni.Trainer, step: int) -> None:
         pytest.param(_of_blocks(*map(nn.Dropout, (0.1, 0.2, 0.3))), _unchanged, id="several rates"),
         pytest.param(_of_blocks(_in_place, _in_place), _unchanged, id="in place"),
         pytest.param(_of_blocks(_two_calls, _two_calls), _unchanged, id="calls of the same numbers"),
+        pytest.param(_of_blocks(_compiled_by_the_user), _unchanged, id="in a function that the user has compiled"),
         pytest.param(_of_blocks(nn.Tanh(), nn.Tanh()), _hooked, id="a hook that comes later"),
     ],
 )
