@@ -693,9 +693,36 @@ def test_bad_input_is_refused_before_training(pools: Callable[[str, int], RankPo
     pools("gloo", 1).run(refused_input)
 
 
+class Normalised(Words):
+    """Samples have an effect on each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(8), nn.Unflatten(0, (-1, 8)), self.head)
+
+
+def on_small_batches(comm: Any, plan: str) -> list[Any]:
+    """A last batch of one sample, and fewer samples to evaluate and to predict than ranks and microbatches."""
+    one = engine(plan, ["accuracy"])
+    losses = one.fit(data(9), batch_size=8, epochs=2, validation=data(1), progress=False).losses
+    return [losses, one.evaluate(data(3), batch_size=2), one.predict(data(1)[0][0][None]).tolist()]
+
+
+@pytest.mark.parametrize("plan", ["dp=4", "dp=2,zero=3,tp=2", "pp=2,dp=2,microbatches=2", "dp=2,microbatches=4"])
+def test_batches_smaller_than_the_number_of_ranks(plan: str, pools: Callable[[str, int], RankPool]) -> None:
+    expected = pools("gloo", 1).run(on_small_batches, "dp=1")[0]
+    ranks = 2 if plan == "dp=2,microbatches=4" else 4
+    for losses, values, outputs in pools("gloo", ranks).run(on_small_batches, plan):
+        assert losses == pytest.approx(expected[0], rel=TOLERANCE)
+        assert values == pytest.approx(expected[1], rel=1e-7)
+        torch.testing.assert_close(torch.tensor(outputs), torch.tensor(expected[2]))
+
+
 def too_small(comm: Any) -> str:
     try:
-        engine("pp=2,dp=2,microbatches=2").fit(data(9), batch_size=8, progress=False)
+        engine("pp=2,dp=2,microbatches=1", model=lambda: Normalised().double()).fit(
+            data(9), batch_size=8, progress=False
+        )
     except UsageError as error:
         return str(error)
     return ""

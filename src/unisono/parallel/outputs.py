@@ -14,6 +14,7 @@ from unisono.errors import UsageError
 from unisono.mesh.random.state import SampleDim
 from unisono.parallel.context.context import Context
 from unisono.parallel.layout import layout_of
+from unisono.parallel.share import samples_between
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
@@ -112,6 +113,13 @@ def with_batch_size(outputs: Any, output_dims: Sequence[SampleDim | None], batch
         return leaf.new_zeros(()).expand(shape)
 
     return tree_unflatten([resized(leaf, where) for leaf, where in zip(leaves, output_dims, strict=True)], spec)
+
+
+def without_samples(outputs: Any, output_dims: Sequence[SampleDim | None]) -> Any:
+    """Of the outputs for one sample, what those for none would be; gradients of zero go through it."""
+    leaves, spec = tree_flatten(outputs)
+    pairs = zip(leaves, output_dims, strict=True)
+    return tree_unflatten([samples_between(leaf, dim, 1, 0, 0) for leaf, dim in pairs], spec)
 
 
 def require_full_parameters(outputs: Any, are_gathered: bool) -> None:

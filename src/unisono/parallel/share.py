@@ -31,6 +31,7 @@ class Share(NamedTuple):
     batch: Any  # of the same structure as the full batch; what is no tensor with samples is shared by all
     positions: range  # of its samples in the full batch
     of: int  # samples of the full batch
+    spare: Any = None  # of a part without samples: a batch of one, to run the model on instead
 
 
 def share(batch: Any, index: int, count: int, dim: BatchDim = 0) -> Share:
@@ -47,7 +48,8 @@ def share(batch: Any, index: int, count: int, dim: BatchDim = 0) -> Share:
     batch_size = batch_size_of(batch, dim)
     held = Split.even((), 0, batch_size, count).held[index]
     assert isinstance(held, range)
-    return Share(batch_slice(batch, held.start, held.stop, dim), held, batch_size)
+    spare = batch_slice(batch, 0, 1, dim) if batch_size and not len(held) else None
+    return Share(batch_slice(batch, held.start, held.stop, dim), held, batch_size, spare)
 
 
 def shares(batch: Any, count: int, dim: BatchDim = 0) -> list[Share]:
@@ -72,8 +74,8 @@ def joined_batches(parts: Sequence[Any], dim: BatchDim = 0) -> Any:
 
 @contextmanager
 def run_on(part: Share) -> Iterator[None]:
-    """The scope of a model's run on a part. One without samples is run as well, so that ranks stay in step; not every
-    layer of torch can be."""
+    """The scope of a model's run on a part. One without samples is run as well, so that ranks stay in step: on a spare
+    sample or, where samples have an effect on each other, as it is, which not every layer of torch allows."""
     try:
         yield
     except UsageError:
@@ -241,7 +243,8 @@ class OwnShare:
         before = sum(counts[: comm.rank])
         return Share(batch, range(before, before + counts[comm.rank]), sum(counts))
 
-    def require_batch_size(self, mine: Share, dim: BatchDim, plan: Plan) -> None:
+    def require_batch_size(self, mine: Share, dim: BatchDim, plan: Plan, has_spare: bool) -> None:
+        """has_spare: whether parts without samples run on a spare one."""
         batch_size = first_batch_size(mine.batch, dim)
         if batch_size != len(mine.positions):
             raise UsageError(
@@ -249,7 +252,7 @@ class OwnShare:
                 "shard batches with unisono.parallel.share.share, or give the full batch"
             )
         ranks = self.part[1]
-        if plan.pp > 1 and mine.of < ranks * plan.microbatches:
+        if plan.pp > 1 and not has_spare and mine.of < ranks * plan.microbatches:
             raise UsageError(
                 f"a batch of {mine.of} samples for {ranks} data ranks x {plan.microbatches} microbatches of a "
                 f"pipeline; expected at least {ranks * plan.microbatches}: use fewer microbatches"

@@ -27,16 +27,24 @@ from unisono.parallel.checks.parameter_reads import ParameterReads
 from unisono.parallel.checks.samples import Samples, find_samples
 from unisono.parallel.compile.regions import Compilation, eager_regions
 from unisono.parallel.context.context import Context
+from unisono.parallel.data.batchnorm import has_batchnorm
 from unisono.parallel.data.clip import TorchClipping, clip_by_norm, clip_by_value
 from unisono.parallel.data.data_parallel import DataParallel
-from unisono.parallel.expert.expert import collect_aux
+from unisono.parallel.expert.expert import collect_aux, has_moe
 from unisono.parallel.full_state import full_optimizer, full_tensors_in, load_full_state, load_tensors
 from unisono.parallel.inputs import as_inputs, as_pair, call, without_cache
 from unisono.parallel.layout import Split
 from unisono.parallel.loss.batch_loss import GatheredLoss
 from unisono.parallel.loss.loss import GlobalLoss
 from unisono.parallel.loss.model_loss import ModelLoss, Recorded
-from unisono.parallel.outputs import joined, require_full_parameters, with_batch_size, with_full_sequences, zero_of
+from unisono.parallel.outputs import (
+    joined,
+    require_full_parameters,
+    with_batch_size,
+    with_full_sequences,
+    without_samples,
+    zero_of,
+)
 from unisono.parallel.pipeline.generation import generated
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.tied import TiedGradients
@@ -108,6 +116,7 @@ class Trainer:
     _full: tuple[Any, Any] | None = None  # the global batch, where this rank was given all of it
     _microbatches: list[Share] = field(default_factory=list)
     logits: Proof = field(init=False)
+    _runs_spare: bool = False  # whether parts without samples run on a spare one
     _records: bool = False  # whether forwards are recorded for the model's own loss
     _partials: list[torch.Tensor] = field(default_factory=list)
     _observe: Callable[[Any, Any], None] | None = None
@@ -265,7 +274,10 @@ class Trainer:
     @torch.no_grad()
     def predict(self, inputs: Any) -> Any:
         """The model's outputs for a global batch of inputs, in its order, on every rank; in evaluation mode."""
-        batch = Share((inputs.batch, None), *inputs[1:]) if isinstance(inputs, Share) else (as_inputs(inputs), None)
+        batch: Any = (as_inputs(inputs), None)
+        if isinstance(inputs, Share):
+            spare = None if inputs.spare is None else (inputs.spare, None)
+            batch = inputs._replace(batch=(inputs.batch, None), spare=spare)
         with self.replicas.stepping(), self._evaluating(), without_cache(self.model):
             self._try_prediction(batch)
             with self._sharded(batch, wants_loss=False):
@@ -278,6 +290,9 @@ class Trainer:
                         with self._microbatch(number), self.computing(), run_on(part):
                             outputs.append(call(self.model, self._inputs(part)))
         outputs = [with_full_sequences(part, self.context) for part in outputs]
+        for number, part in enumerate(self._microbatches):
+            if self._is_spare(part):
+                outputs[number] = without_samples(outputs[number], self.prediction_dims_of(outputs[number], 1))
         output_dims = self.prediction_dims_of(outputs[0], batch_sizes[0])
         are_known = any(known is not None and output_dims is known.outputs for known in (self._predicts, self.samples))
         return joined(outputs, batch_sizes, self.mesh.comm(*DATA), output_dims, may_lack_samples=are_known)
@@ -328,9 +343,14 @@ class Trainer:
     def _sharded(self, batch: Batch, wants_loss: bool = True) -> Iterator[None]:
         """Take this rank's share of the batch, in microbatches, with the random numbers that belong to it."""
         mine = self._mine(batch)
-        self._own_share.require_batch_size(mine, self.batch_dim, self.plan)
+        fewest = min(len(mine.positions), mine.of // self.part[1])
+        self._runs_spare = fewest < self.plan.microbatches and self.can_run_spare()
+        self._own_share.require_batch_size(mine, self.batch_dim, self.plan, self._runs_spare)
         self.last_batch_size = mine.of
-        self._microbatches = shares(mine.batch, self.plan.microbatches, self.batch_dim)
+        self._microbatches = [
+            part if len(part.positions) or part.spare is not None else part._replace(spare=mine.spare)
+            for part in shares(mine.batch, self.plan.microbatches, self.batch_dim)
+        ]
         self._partials = []
         self._full = None if isinstance(batch, Share) or self.batch == "local" else batch
         inputs, targets = mine.batch
@@ -344,11 +364,25 @@ class Trainer:
         self.random.sample_dims = self.sample_dims
         held: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if len(mine.positions) < mine.of:
-            held = self.random.samples(mine.positions, mine.of)
+            held = self.random.samples(*self._drawn(mine))
         # With targets a loss is computed, which needs no full logits.
         is_for_loss = targets is not None or self._records
         with self.random, held, in_shards(is_for_loss):
             yield
+
+    def can_run_spare(self) -> bool:
+        """Whether a part without samples may run on a spare one, of which nothing is used: not where samples have an
+        effect on each other. Every rank calls it."""
+        are_apart = self.context is None and self.plan.ep == 1 and not isinstance(self.loss, GatheredLoss)
+        are_apart = are_apart and not has_batchnorm(self.model) and not has_moe(self.model)
+        return are_apart if self.pipeline is None else all(self.mesh.comm("pp").all_gather_object(are_apart))
+
+    def _is_spare(self, part: Share) -> bool:
+        return self._runs_spare and not len(part.positions) and part.spare is not None
+
+    def _drawn(self, part: Share) -> tuple[range, int]:
+        """The samples that a part draws random numbers for, of how many."""
+        return (range(1), max(part.of, 1)) if self._is_spare(part) else (part.positions, part.of)
 
     @property
     def sample_dims(self) -> dict[Key, SampleDim] | None:
@@ -409,7 +443,7 @@ class Trainer:
         part = self._microbatches[number]
         if len(self._microbatches) == 1:
             return contextlib.nullcontext()
-        return self.random.microbatch(part.positions, of=part.of)
+        return self.random.microbatch(*self._drawn(part))
 
     @contextlib.contextmanager
     def around(self, action: Action) -> Iterator[None]:
@@ -462,7 +496,7 @@ class Trainer:
         return self._inputs(first), self._targets(first)
 
     def _inputs(self, part: Share) -> Any:
-        return part.batch[0]
+        return (part.spare if self._is_spare(part) else part.batch)[0]
 
     def _targets(self, part: Share) -> Any:
         targets = self._labelled(part.batch)
@@ -504,6 +538,8 @@ class Trainer:
     def _partial_loss(self, outputs: Any, number: int) -> torch.Tensor:
         """This microbatch's part of the loss. The first one counts what all of them will count."""
         part = self._microbatches[number]
+        if self._is_spare(part):
+            outputs = without_samples(outputs, self.output_dims_of(outputs, 1))
         outputs = self.logits.fitting(outputs, self._targets(part))
         require_full_parameters(outputs, are_gathered=self.plan.zero == 3)
         if number == 0:

@@ -413,12 +413,15 @@ class Fit:
             self.engine.require_numbers()
 
     def _require_samples(self) -> None:
-        """Every batch, also the smallest, must have enough samples for the microbatches of a pipeline."""
+        """Every batch, also the smallest, must have enough samples for the microbatches of a pipeline, if its model
+        cannot run a microbatch without samples."""
         trainer = self.engine.ready
         parts = trainer.part[1] * trainer.plan.microbatches
         for what, loader in (("training", self.loader), ("validation", self.validation)):
             smallest = None if loader is None else loader.smallest_batch
-            if loader is not None and smallest is not None and smallest < parts and trainer.plan.pp > 1:
+            if loader is None or smallest is None or smallest >= parts or trainer.plan.pp == 1:
+                continue
+            if not trainer.can_run_spare():
                 raise UsageError(
                     f"the smallest {what} batch of an epoch has {smallest} samples (batch_size={loader.batch_size}), "
                     f"but plan {trainer.plan} divides each batch into {parts}: use fewer microbatches, or a batch_size "

@@ -400,6 +400,10 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, MoE]]:
     return ((name or "the model", module) for name, module in model.named_modules() if isinstance(module, MoE))
 
 
+def has_moe(model: nn.Module) -> bool:
+    return next(_layers(model), None) is not None
+
+
 def collect_aux(model: nn.Module) -> torch.Tensor | None:
     """The auxiliary losses of the last forward, this rank's part; None where the model has none.
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, default_collate
 
 from unisono.errors import UsageError
-from unisono.parallel.share import BatchDim, Share, require_batch_dim
+from unisono.parallel.share import BatchDim, Share, batch_slice, require_batch_dim
 from unisono.train.data.reading import BatchDataset, Batcher, BatchStream, Collate, Request, is_iterable_only
 from unisono.train.data.sampler import order, require_part, require_whole_number
 
@@ -133,7 +133,10 @@ class Loader:
                 yield batch
             else:
                 batch_size = request.stop - request.start
-                yield Share(batch, self._batcher.held(batch_size), batch_size)
+                held, spare = self._batcher.held(batch_size), None
+                if not len(held):
+                    batch, spare = batch_slice(batch, 0, 0, self._batcher.dim), batch
+                yield Share(batch, held, batch_size, spare)
         self.epoch, self.position = self.epoch + 1, 0
 
     def _to_device(self, leaf: Any) -> Any:

@@ -81,19 +81,22 @@ class Batcher:
             made = (as_inputs(made[0]), made[1])
         if self.collate is default_collate:
             made = self._arranged(made)
-        found = first_batch_size(made, self._dim) if self.part[1] == 1 else batch_size_of(made, self._dim)
+        found = first_batch_size(made, self.dim) if self.part[1] == 1 else batch_size_of(made, self.dim)
         if found not in (batch_size, 1):
             raise UsageError(f"collate returned a batch of {found} samples for {batch_size}; expected as many")
-        return made if found == batch_size else batch_slice(made, 0, batch_size, self._dim)
+        if not batch_size:  # a rank without samples: the batch of one, which a Loader makes the spare
+            return made
+        return made if found == batch_size else batch_slice(made, 0, batch_size, self.dim)
 
     @property
-    def _dim(self) -> BatchDim:
+    def dim(self) -> BatchDim:
+        """The batch dim of what is made here."""
         return self.batch_dim if self.pairs else inputs_dim(self.batch_dim)
 
     def _arranged(self, made: Any) -> Any:
         """Move the samples from dim 0 to batch_dim."""
         leaves, spec = tree_flatten(made)
-        dims = dims_of(made, self._dim)
+        dims = dims_of(made, self.dim)
         moved = [leaf.movedim(0, dim) if dim else leaf for leaf, dim in zip(leaves, dims, strict=True)]
         return tree_unflatten(moved, spec)
 
