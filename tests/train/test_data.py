@@ -52,7 +52,7 @@ def epoch(dataset: Any, parts: int, workers: int = 0, **options: Any) -> list[tu
         batch: tuple[list[float], list[float]] = ([], [])
         for number, each in enumerate(shares):
             assert isinstance(each, Share)
-            assert each == share(torch.empty(each.of), number, parts)._replace(batch=each.batch)
+            assert each == share(torch.empty(each.of), number, parts)._replace(batch=each.batch, spare=each.spare)
             for side in (0, 1):
                 batch[side].extend(each.batch[side].tolist())
         assert len(batch[0]) == shares[0].of

@@ -150,6 +150,26 @@ def test_dataloaders_of_ones_own(pools: Pools, tmp_path: Path) -> None:
     pools("gloo", 2).run(with_own_loaders, str(tmp_path / "run"))
 
 
+def mask(samples: list[Sample]) -> Any:
+    """As DataCollatorForLanguageModeling hides tokens at random."""
+    batch = pad(samples)
+    hidden = torch.rand(batch["input_ids"].shape) < 0.3
+    batch["input_ids"] = batch["input_ids"].masked_fill(hidden, 0)
+    return batch
+
+
+def masked(comm: Any) -> list[float]:
+    torch.manual_seed(comm.rank)  # does not matter
+    engine = uni.Engine(lambda: llama(), optimizer=adam, plan=f"dp={comm.size}", collate=mask, check="off")
+    return engine.fit(texts(8), batch_size=4, epochs=2, progress=False).losses
+
+
+def test_a_collator_that_draws(pools: Pools) -> None:
+    expected = pools("gloo", 1).run(masked)[0]
+    for losses in pools("gloo", 2).run(masked):
+        assert losses == pytest.approx(expected, rel=TOLERANCE)
+
+
 def test_what_cannot_be_trained_without_a_loss() -> None:
     engine = uni.Engine(lambda: llama(), optimizer=adam, plan="dp=1", check="off")
     with pytest.raises(UsageError, match=r"no loss= was given, and the model's output .* has no loss"):
@@ -208,13 +228,13 @@ def test_weights_of_a_folder_are_read_tensor_by_tensor(case: str, tmp_path: Path
 
 def tuned(comm: Any, plan: str, base: str, out: str) -> None:
     """Fine-tuned from one folder into another, which holds what one device would have saved."""
-    engine = uni.Engine(
-        lambda: transformers.AutoModelForCausalLM.from_pretrained(base),
-        optimizer=adam,
-        plan=plan,
-        collate=pad,
-        check="off",
-    )
+
+    def checkpointed() -> Any:
+        model = transformers.AutoModelForCausalLM.from_pretrained(base)
+        model.gradient_checkpointing_enable()
+        return model
+
+    engine = uni.Engine(checkpointed, optimizer=adam, plan=plan, collate=pad, check="off")
     engine.fit(texts(8), batch_size=4, shuffle=False, progress=False)
     assert not engine.ready.note, "built shard by shard"
     engine.save_pretrained(out, max_shard_size="20KB")

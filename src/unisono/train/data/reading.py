@@ -1,8 +1,8 @@
 """Reads samples and collates batches, with random numbers that depend on the sample.
 
-Before a sample is read, the generators of Python, NumPy and torch are seeded with (seed, epoch, sample). The random
-numbers of an augmentation therefore depend neither on the rank, nor on the worker, nor on earlier samples; afterwards
-the generators of the process are restored.
+Before a sample is read, the generators of Python, NumPy and torch are seeded with (seed, epoch, sample), and before a
+batch is collated with (seed, epoch, batch). The random numbers of an augmentation, or of masks, therefore depend
+neither on the rank, nor on the worker, nor on earlier samples; afterwards the generators of the process are restored.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ class BatchDataset(Dataset[Any]):
             for sample in request.samples:
                 seed_generators(self.seed, request.epoch, sample)
                 samples.append(self.data[sample])
-        return self.batcher.batch(samples, request.batch_size)
+            seed_generators(self.seed, request.epoch, "batch", request.start)  # a collate may draw: masks of tokens
+            return self.batcher.batch(samples, request.batch_size)
 
 
 class BatchStream(IterableDataset[tuple[Request, Any]]):
@@ -164,7 +165,9 @@ class BatchStream(IterableDataset[tuple[Request, Any]]):
         batch_size = len(samples)
         held = self.batcher.held(batch_size)
         request = Request(self.epoch, start, start + batch_size, [], len(held))
-        return request, self.batcher.batch(samples[held.start : held.stop] or samples[:1], len(held))
+        with preserved_generators():
+            seed_generators(self.seed, self.epoch, "batch", start)
+            return request, self.batcher.batch(samples[held.start : held.stop] or samples[:1], len(held))
 
 
 @contextlib.contextmanager
