@@ -15,6 +15,7 @@ from unisono.comm import bench_command, doctor
 from unisono.errors import UnisonoError, UsageError
 from unisono.explain import command as explain_command
 from unisono.launch import command as run_command
+from unisono.plan.plan import Plan
 from unisono.planner import command as plan_command
 from unisono.quantum import command as qsim_command
 from unisono.report import command as report_command
@@ -45,6 +46,15 @@ class Parser(argparse.ArgumentParser):
         return ""
 
 
+def add_run(subparsers: Any) -> None:
+    run_command.add_parser(subparsers, _require_plan)
+
+
+def _require_plan(text: str, ranks: int) -> None:
+    if text != "auto":
+        Plan.parse(text).fit(ranks)
+
+
 def add_bench(subparsers: Any) -> None:
     parser = subparsers.add_parser("bench", help="measure communication and computation", allow_abbrev=False)
     kinds = parser.add_subparsers(metavar="WHAT", required=True)
@@ -55,7 +65,7 @@ def add_bench(subparsers: Any) -> None:
 # To add a sub-command: a function that takes the sub-parsers, adds its own parser and sets its default
 # `handler`, a function from the parsed arguments to an exit code.
 SUBCOMMANDS = (
-    run_command.add_parser,
+    add_run,
     add_bench,
     doctor.add_parser,
     verify_command.add_parser,

@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
         "explain", help="show the distributed program of a task: ops, shapes, collectives", allow_abbrev=False
     )
     add = parser.add_argument
-    add("task", metavar="task.py:name", help="a uni.Task, or a function that returns one")
+    add("task", metavar="train.py|task.py:name", help="a training script with a uni.Engine, or a uni.Task")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--mesh", metavar="MESH", help="axes such as dp=2,mp=4; also search=exact, memory=2GiB, full")
     where.add_argument("--plan", metavar="PLAN", help="a plan, such as dp=2,tp=2,zero=3")

@@ -8,6 +8,7 @@ import re
 import shlex
 import signal
 import sys
+from collections.abc import Callable
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ _BACKENDS = ("auto", "gloo", "nccl", "mpi")
 _LONGEST = 1e9  # seconds, as of `uni.init`
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Any, require_plan: Callable[[str, int], None] | None = None) -> None:
+    """require_plan(text, ranks): raises UsageError where --plan is no plan for so many ranks."""
     parser = subparsers.add_parser(
         "run",
         help="start a script on N ranks, here or on several hosts",
@@ -33,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
         allow_abbrev=False,
     )
     add_options(parser)
-    parser.set_defaults(handler=run)
+    parser.set_defaults(handler=run, require_plan=require_plan)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "full", "off"),
         help="how plans are verified before the first step (default: set by the script)",
     )
+    add("--plan", metavar="PLAN", help="the plan to use instead of the script's, such as dp=4,tp=2, or auto")
     add("--no-race", action="store_true", help='plan="auto" takes the best prediction, without timing real steps')
     add(
         "-x",
@@ -206,6 +209,11 @@ def _variables(chosen: argparse.Namespace, world: int) -> dict[str, str]:
     variables = environment.forwarded(dict(os.environ)) | terminal_variables(world)
     if chosen.backend != "auto":
         variables[environment.BACKEND] = chosen.backend
+    if chosen.plan is not None:
+        require_plan = getattr(chosen, "require_plan", None)
+        if require_plan is not None:
+            require_plan(chosen.plan, world)
+        variables[environment.PLAN] = chosen.plan
     if chosen.no_race:
         variables[environment.RACE] = "0"
     if chosen.check_plan:

@@ -10,6 +10,7 @@ import os
 
 BACKEND = "UNISONO_BACKEND"  # from `--backend`: gloo, nccl or mpi; unset for auto
 CHECK_PLAN = "UNISONO_CHECK_PLAN"  # "auto", "full" or "off": how a plan is verified before the first step
+PLAN = "UNISONO_PLAN"  # the plan that ranks use, whatever their script says
 RACE = "UNISONO_RACE"  # "0": plan="auto" takes the plan with the best prediction, without a race
 CHECK = "UNISONO_CHECK"  # "1": compare every collective between ranks before it runs
 HOST = "UNISONO_HOST"  # this rank's host as given by the user

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import runpy
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from unisono.comm.rendezvous import world
 from unisono.errors import UsageError
 
 
@@ -34,10 +36,15 @@ class Task:
 
 
 def load_task(address: str) -> Task:
-    """The task at `file.py:name`, where name is a Task or a function that returns one."""
+    """The task at `file.py:name`, where name is a Task or a function that returns one; or what the training script
+    `file.py` trains, which is run up to Engine.fit."""
+    if is_script(address):
+        return _task_of_script(Path(address))
     path, colon, name = address.rpartition(":")
     if not colon or not path or not name:
-        raise UsageError(f"task {address!r}: expected file.py:name, such as gpt.py:tiny")
+        raise UsageError(
+            f"task {address!r}: expected file.py:name, such as gpt.py:tiny, or a training script, such as train.py"
+        )
     file = Path(path)
     if not file.is_file():
         raise UsageError(f"task {address!r}: there is no file {path}")
@@ -64,3 +71,57 @@ def _module_of(file: Path) -> Any:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+# ---- training scripts ------------------------------------------------------------------------------------------------
+
+_sought = False
+
+
+class _Found(BaseException):
+    """Ends a script; handlers of Exception let it pass."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.task = task
+
+
+def is_script(address: str) -> bool:
+    return address.endswith(".py")
+
+
+def is_sought() -> bool:
+    """Whether a script runs only to find what it trains."""
+    return _sought
+
+
+def found(task: Task) -> NoReturn:
+    """Called where the script would begin to train."""
+    raise _Found(task)
+
+
+def _task_of_script(file: Path) -> Task:
+    global _sought
+    if not file.is_file():
+        raise UsageError(f"there is no file {file}")
+    had_world, argv, path = world.is_initialized(), sys.argv, list(sys.path)
+    sys.argv = [str(file)]
+    sys.path.insert(0, str(file.resolve().parent))
+    _sought = True
+    try:
+        runpy.run_path(str(file), run_name="__main__")
+    except _Found as ended:
+        return replace(ended.task, name=ended.task.name or file.stem)
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"{file} ended before it began to train: {type(error).__name__}: {error}") from error
+    finally:
+        _sought = False
+        sys.argv, sys.path[:] = argv, path
+        if world.is_initialized() and not had_world:
+            world.shutdown()
+    raise UsageError(
+        f"{file} ended without Engine.fit, Engine.run or Engine.prepare; give a script that trains with a uni.Engine, "
+        "or file.py:name of a uni.Task"
+    )

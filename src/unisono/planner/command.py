@@ -26,7 +26,7 @@ def add_parser(subparsers: Any) -> None:
         "plan", help="find the fastest plan that fits, and say why not others", allow_abbrev=False
     )
     add = parser.add_argument
-    add("task", metavar="task.py:name", help="a uni.Task, or a function that returns one")
+    add("task", metavar="train.py|task.py:name", help="a training script with a uni.Engine, or a uni.Task")
     add("--devices", type=int, required=True, metavar="N", help="devices to plan for")
     add("--hardware", required=True, metavar="FILE.toml", help="the machine, or one that is known: h100, h200, a100")
     add("--batch", type=int, metavar="B", help="samples of a step (default: those of the task's batch)")

@@ -9,6 +9,8 @@ The same script runs in one process and under `unisono run -n 8`; every rank mak
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +28,7 @@ from unisono.comm.rendezvous import world
 from unisono.comm.same_data import SameBatch, require_same_batch
 from unisono.errors import CheckpointError, UsageError
 from unisono.launch import environment
+from unisono.parallel import task
 from unisono.parallel.apply import Model
 from unisono.parallel.inputs import as_inputs, as_pair
 from unisono.parallel.loss.loss import Loss
@@ -54,6 +57,8 @@ from unisono.train.telemetry.step_program import StepProgram
 from unisono.verify.self_check import check_level, parallelize
 
 Scheduler = Callable[[Optimizer], Any]
+
+_TASK_BATCHES = 4  # of the data of a script, that a Task made of it has
 
 
 class Engine:
@@ -93,6 +98,7 @@ class Engine:
         collate: Collate | None = None,
     ) -> None:
         self._batch_dim = require_batch_dim(batch_dim)
+        plan = os.environ.get(environment.PLAN) or plan
         if not isinstance(plan, str | Plan):
             raise UsageError(f'Engine(plan={plan!r}): expected "auto", a Plan or its text, as "dp=2,tp=2"')
         self._model: nn.Module | Callable[[], nn.Module] = _buildable(model, seed)
@@ -143,6 +149,8 @@ class Engine:
             return self
         example = as_pair(example)
         _require_pair(example)
+        if task.is_sought():
+            task.found(self._task([example]))
         self._example = example
         chosen = ""
         if self._plan == "auto":
@@ -354,6 +362,8 @@ class Engine:
         mapping of the model's inputs with labels, from which the model computes the loss.
         """
         batch = as_pair(batch)
+        if task.is_sought():
+            task.found(self._task([batch]))
         if self.trainer is None and self._batch == "global":
             SameBatch(self.comm).require(batch)
         self.prepare(batch)
@@ -401,6 +411,8 @@ class Engine:
             if not isinstance(callbacks, Sequence) or not isinstance(each, Callback):
                 raise UsageError(f"fit(callbacks=...): {each!r}; expected a list of uni.Callback")
         options = Options(epochs, steps, look_every, nonfinite, save_every, keep, resume, progress)
+        if task.is_sought():
+            task.found(self._task(self._first_batches(dataset, batch_size, shuffle)))
         if save is not None and self.trainer is None:
             has_batches = isinstance(dataset, Loader | DataLoader)
             self._recall(save, dataset.batch_size if has_batches else batch_size)
@@ -419,6 +431,35 @@ class Engine:
         held_out = None if validation is None else self._in_order(validation, batch_size)
         folder = None if save is None else RunFolder(save, self.comm.rank)
         return Fit(self, loader, options, folder, held_out, callbacks).run()
+
+    def _first_batches(self, data: Any, batch_size: int, shuffle: bool | None) -> list[tuple[Any, Any]]:
+        """Some global batches, for a Task."""
+        if self._batch == "local":
+            raise UsageError(
+                'Engine(batch="local") gives every data rank its own batches, but verify, plan and explain need global '
+                'ones; use batch="global", or a uni.Task'
+            )
+        if not isinstance(data, Loader | DataLoader):
+            options: dict[str, Any] = {"shuffle": shuffle, "seed": self.seed, "batch_dim": self._batch_dim}
+            data = Loader(data, batch_size, collate=self._collate, whole=True, **options)
+        batches = [each.batch if isinstance(each, Share) else each for each in itertools.islice(data, _TASK_BATCHES)]
+        if not batches:
+            raise UsageError("the dataset is empty; expected at least one sample")
+        return [as_pair(each) for each in batches]
+
+    def _task(self, batches: Sequence[tuple[Any, Any]]) -> task.Task:
+        """What is trained, for verify, plan and explain of a training script."""
+        model = self._model
+        return task.Task(
+            model=(lambda: copy.deepcopy(model)) if isinstance(model, nn.Module) else model,
+            loss=self._loss,
+            optimizer=self._optimizer,
+            batch=lambda seed: batches[seed % len(batches)],
+            rules=self._rules,
+            clip=self._clip,
+            batch_dim=self._batch_dim,
+            precision=self._precision,
+        )
 
     # ---- after training ------------------------------------------------------------------------------------------
 

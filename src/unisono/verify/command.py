@@ -20,7 +20,11 @@ def add_parser(subparsers: Any) -> None:
         "verify", help="prove that a plan gives the result of one device", allow_abbrev=False
     )
     add = parser.add_argument
-    add("task", metavar="task.py:name", help="a uni.Task, or a function that returns one")
+    add(
+        "task",
+        metavar="train.py|task.py:name",
+        help="a training script with a uni.Engine, or a uni.Task, or a function that returns one",
+    )
     subject = parser.add_mutually_exclusive_group(required=True)
     subject.add_argument("--plan", metavar="PLAN", help='such as dp=2,tp=2,zero=1; "all" for every shape that fits -n')
     subject.add_argument(
@@ -63,16 +67,29 @@ def _program_spec(text: str) -> ProgramSpec:
 
 
 def _run_one(chosen: argparse.Namespace, plan: Plan | ProgramSpec) -> int:
-    from unisono.parallel.task import load_task
     from unisono.verify.verify import verify
 
-    load_task(chosen.task)  # a bad address is an error before ranks start
-    verdict = verify(chosen.task, plan, None, chosen.backend, chosen.steps, chosen.dtype, chosen.timeout)
+    verdict = verify(_task(chosen), plan, None, chosen.backend, chosen.steps, chosen.dtype, chosen.timeout)
     if chosen.json:
         print(json.dumps(verdict.as_json(), indent=1))
     else:
         _show(verdict)
     return 0 if verdict.equivalent else 1
+
+
+def _task(chosen: argparse.Namespace) -> Task | str:
+    """The task's address, which ranks load by themselves; what a script trains is handed to them."""
+    from unisono.parallel.task import is_script, load_task
+
+    task = load_task(chosen.task)  # a bad address is an error before ranks start
+    if not is_script(chosen.task):
+        return str(chosen.task)
+    if chosen.backend == "mpi":
+        raise UsageError(
+            f"verify {chosen.task} --backend mpi: ranks of MPI cannot be handed what a script trains; use gloo, or a "
+            "uni.Task: file.py:name"
+        )
+    return task
 
 
 def _run_all(chosen: argparse.Namespace) -> int:
@@ -82,15 +99,16 @@ def _run_all(chosen: argparse.Namespace) -> int:
     from unisono.verify.plan_grid import PlanGrid, plans_for
     from unisono.verify.verify import verify_all
 
-    plans = plans_for(chosen.n, _has_experts(load_task(chosen.task)))
+    task = _task(chosen)
+    plans = plans_for(chosen.n, _has_experts(load_task(task) if isinstance(task, str) else task))
     how = chosen.backend, chosen.steps, chosen.dtype
     grid = PlanGrid(Console(highlight=False), plans)
     if chosen.json:
-        verdicts = verify_all(chosen.task, plans, *how, timeout=chosen.timeout)
+        verdicts = verify_all(task, plans, *how, timeout=chosen.timeout)
         print(json.dumps(_as_json(chosen, verdicts), indent=1))
     else:
         grid.begin()
-        verdicts = verify_all(chosen.task, plans, *how, on_verdict=grid.show, timeout=chosen.timeout)
+        verdicts = verify_all(task, plans, *how, on_verdict=grid.show, timeout=chosen.timeout)
         grid.end()
     judged = [verdict for verdict in verdicts if not verdict.refusal]
     return 0 if judged and all(verdict.equivalent for verdict in judged) else 1

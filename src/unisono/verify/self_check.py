@@ -113,6 +113,7 @@ def parallelize(
     time-major inputs with targets that have samples first, None for a tensor without samples, as in
     ({"x": 0, "edges": None}, 0).
     """
+    plan = plan_of_job(plan)
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     plan, chosen = _with_recompute(plan, model, loss, optimizer, example, rules, clip, options.get("batch_dim", 0))
     precision = Precision.of(precision)
@@ -164,6 +165,13 @@ def _in_dtype(batch: Any, dtype: torch.dtype) -> Any:
     return tree_map(
         lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf, batch
     )
+
+
+def plan_of_job(plan: Plan | str) -> Plan | str:
+    """The plan of `unisono run --plan`, if it gives one; else the script's. "auto" is for an Engine, whose plan this
+    is."""
+    asked = os.environ.get(environment.PLAN, "")
+    return plan if asked in ("", "auto") else asked
 
 
 def check_level(check: str) -> str:
