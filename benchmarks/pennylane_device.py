@@ -1,8 +1,9 @@
 """The gradient of one QNode on unisono.qubit and on PennyLane's own devices, in turns.
 
 A hardware-efficient ansatz (RY and RZ on every wire, a CNOT ring), the sum of Z as observable, the adjoint method. Each
-round takes one gradient on each device; the first round, in which circuits are compiled, is not counted. The share of
-the time that is PennyLane's own (building tapes, transforms, autograd) is measured with a device that computes nothing.
+device has a process of its own, and each round takes one gradient on each; the first round, in which circuits are
+compiled, is not counted. What is PennyLane's own (building tapes, transforms, autograd) is measured with a device that
+computes nothing.
 
     python benchmarks/pennylane_device.py --wires 20 --depth 10 --rounds 7 --json out.json
 """
@@ -13,6 +14,8 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +29,7 @@ from pennylane.exceptions import DeviceError
 from unisono.integrations.pennylane import UnisonoQubit
 
 PEERS = ("lightning.qubit", "lightning.kokkos")
+NOTHING = "PennyLane's own part"
 
 
 class NothingComputed(UnisonoQubit):
@@ -55,15 +59,45 @@ def gradient_on(device: Any, wires: int, depth: int) -> Callable[[Any], np.ndarr
     return qml.grad(circuit)
 
 
-def devices(wires: int, dtype: type) -> dict[str, Any]:
-    found: dict[str, Any] = {"unisono.qubit": UnisonoQubit(wires, c_dtype=dtype)}
+def inside(chosen: argparse.Namespace) -> None:
+    """What each process does: a gradient for each line that it reads; its time, and at the end the gradient."""
+    dtype = np.dtype(chosen.dtype).type
+    ours = {"unisono.qubit": UnisonoQubit, NOTHING: NothingComputed}.get(chosen.inside)
+    device = ours(chosen.wires, c_dtype=dtype) if ours else qml.device(chosen.inside, wires=chosen.wires, c_dtype=dtype)
+    gradient = gradient_on(device, chosen.wires, chosen.depth)
+    x = pnp.array(np.random.default_rng(0).uniform(0, 6, (chosen.depth, chosen.wires, 2)), requires_grad=True)
+    found = np.zeros(0)
+    for line in sys.stdin:
+        if line.strip() == "gradient":
+            print(json.dumps(np.asarray(found).reshape(-1).tolist()), flush=True)
+            continue
+        begin = time.perf_counter()
+        found = gradient(x)
+        print(time.perf_counter() - begin, flush=True)
+
+
+class Contestant:
+    def __init__(self, name: str, chosen: argparse.Namespace) -> None:
+        options = [f"--{each}={getattr(chosen, each)}" for each in ("wires", "depth", "dtype")]
+        command = [sys.executable, __file__, "--inside", name, *options]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, what: str) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(what, file=self.process.stdin, flush=True)
+        return json.loads(self.process.stdout.readline())
+
+
+def taking_part() -> list[str]:
+    found = ["unisono.qubit"]
     for name in PEERS:
         try:
-            found[name] = qml.device(name, wires=wires, c_dtype=dtype)
+            qml.device(name, wires=1)
+            found.append(name)
         except (DeviceError, ImportError) as error:
             print(f"{name} takes no part: {str(error).splitlines()[0]}")
-    found["PennyLane's own part"] = NothingComputed(wires, c_dtype=dtype)
-    return found
+    return [*found, NOTHING]
 
 
 def main() -> None:
@@ -73,25 +107,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dtype", choices=("complex64", "complex128"), default="complex128")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--inside", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
-    x = pnp.array(np.random.default_rng(0).uniform(0, 6, (chosen.depth, chosen.wires, 2)), requires_grad=True)
-    made = devices(chosen.wires, np.dtype(chosen.dtype).type)
-    gradients = {name: gradient_on(device, chosen.wires, chosen.depth) for name, device in made.items()}
-    times: dict[str, list[float]] = {name: [] for name in made}
-    values: dict[str, np.ndarray] = {}
-    loads = [os.getloadavg()[0]]
-    for number in range(chosen.rounds + 1):
-        for name, gradient in gradients.items():
-            begin = time.perf_counter()
-            values[name] = gradient(x)
-            if number:
-                times[name].append(time.perf_counter() - begin)
+    if chosen.inside:
+        inside(chosen)
+        return
+    contestants = {name: Contestant(name, chosen) for name in taking_part()}
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    loads = []
+    for _ in range(chosen.rounds + 1):
         loads.append(os.getloadavg()[0])
+        for name, each in contestants.items():
+            times[name].append(each.ask("go"))
+    times = {name: seconds[1:] for name, seconds in times.items()}
+    found = {name: np.array(each.ask("gradient")) for name, each in contestants.items()}
     ours = statistics.median(times["unisono.qubit"])
     for name, seconds in times.items():
         median = statistics.median(seconds)
-        apart = np.abs(values[name] - values["unisono.qubit"]).max()
-        note = "" if name.startswith("PennyLane") else f", {median / ours:.1f} times, differs by {apart:.1e}"
+        apart = np.abs(found[name] - found["unisono.qubit"]).max()
+        note = "" if name == NOTHING else f", {median / ours:.1f} times, differs by {apart:.1e}"
         print(f"{name:22} {median:.3f} s ({min(seconds):.3f} to {max(seconds):.3f}){note}")
     print(f"{chosen.wires} wires, depth {chosen.depth}, {chosen.dtype}, {chosen.rounds} rounds", end="; ")
     print(f"load {min(loads):.1f} to {max(loads):.1f} on {os.cpu_count()} cores")
