@@ -90,7 +90,7 @@ def test_all_plans_that_fit() -> None:
 def test_a_task_is_found_by_its_address() -> None:
     assert load_task(f"{TASKS}:mlp").name == "mlp"
     with pytest.raises(UsageError, match="expected file"):
-        load_task("tasks.py")
+        load_task("tasks")
 
 
 def test_the_matrix_of_all_plans(capsys: pytest.CaptureFixture[str]) -> None:
