@@ -50,7 +50,7 @@ unit: setup
 # All tests; Hugging Face architectures under every plan; random models under random plans.
 test-all: TESTS = --all
 test-all: test
-	$(PYTEST) tests/matrix || $(call again,tests/matrix)
+	$(PYTEST) -n 2 tests/matrix || $(call again,tests/matrix)
 	$(BIN)/python tools/fuzz.py --minutes 5 --seed 171
 
 # The site, in site/: opens from the folder, needs no network.
