@@ -46,6 +46,19 @@ def test_an_element_is_rounded_alike_whatever_the_scale(dtype: torch.dtype) -> N
     assert quantize(torch.zeros(16, 16), dtype)[0].float().abs().max() == 0
 
 
+def test_no_samples_and_second_derivatives() -> None:
+    empty, weight = torch.empty(0, 64, requires_grad=True), drawn(32, 64).requires_grad_()
+    for function in (float8_linear, emulated_linear):
+        y = function(empty, weight)
+        assert y.shape == (0, 32)
+        y.sum().backward()
+        assert weight.grad is not None
+        assert not weight.grad.any()
+        x = drawn(16, 64).requires_grad_()
+        with pytest.raises(UsageError, match=r"create_graph=True, .* cannot be differentiated through float8"):
+            torch.autograd.grad(function(x, weight).float().square().sum(), x, create_graph=True)
+
+
 @pytest.mark.parametrize("shape", [(32, 64), (5, 64), (2, 3, 64), (64,)])
 def test_products_and_gradients(shape: tuple[int, ...]) -> None:
     """torch._scaled_mm, which CPUs have too, beside products of rounded operands in float64."""

@@ -15,6 +15,7 @@ from tests.ranks import RankPool
 from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
+from unisono.parallel.loss.counts import PendingFlag
 from unisono.parallel.loss.loss import GlobalLoss
 
 Pools = Callable[[str, int], RankPool]
@@ -312,6 +313,24 @@ def test_errors_say_what_was_given() -> None:
     loss.prepare(shards)
     with pytest.raises(UsageError, match="prepared for 2 microbatches"):
         [loss(*shard) for shard in (*shards, shards[0])]
+
+
+def test_counts_on_a_device_are_compared_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found of one batch is not lost when the next one is counted."""
+    monkeypatch.setattr(PendingFlag, "is_here", property(lambda self: False))  # as of counts on a GPU
+    outputs, targets = batch(rows=6)
+    shards = [(outputs[:3], targets[:3]), (outputs[3:], targets[3:])]
+    counted = GlobalLoss(lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten()))
+    counted.prepare(shards)
+    elsewhere = targets.clone()
+    elsewhere[0, 0] = -100  # not among the targets that were counted
+    counted(outputs[:3], elsewhere[:3])
+    partials = [counted(*shards[1])]
+    counted._require_no_surprise()
+    counted._astray = [torch.tensor(False)]
+    counted.total(partials)
+    with pytest.raises(UsageError, match="count depends on the outputs"):
+        counted.settle()
 
 
 def foretold(comm: Communicator) -> tuple[list[int], bool]:

@@ -280,6 +280,21 @@ def test_bad_precisions() -> None:
         Precision.of("bf16,reduce=fp16")
     with pytest.raises(UsageError, match="'gathr'; expected gather=half"):
         Precision.of("bf16,gathr=fp32")
+    assert Precision.of("bf16, reduce = bf16") == Precision("bf16", reduce="bf16")
+    for given, refusal in (
+        ("bf16,least=12", "least=12 has no effect with bf16"),
+        ("fp32,gather=fp32", "gather=fp32 has no effect with fp32"),
+        ("bf16,reduce=bf16,reduce=fp32", "has reduce twice"),
+    ):
+        with pytest.raises(UsageError, match=refusal):
+            Precision.of(given)
+    wrong: list[dict[str, Any]] = [
+        {"name": ["bf16"]}, {"name": "fp8", "least": "a"}, {"name": "fp16", "init_scale": -1},
+        {"name": "fp16", "growth_interval": 0.5}, {"name": "bf16", "init_scale": 8.0},
+    ]  # fmt: skip
+    for options in wrong:
+        with pytest.raises(UsageError):
+            Precision(**options)
 
 
 # ---- bfloat16 parameters ---------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from unisono.parallel.layout import layout_of
 from unisono.parallel.loss.batch_loss import BatchLoss, GatheredLoss
 from unisono.parallel.loss.loss import GlobalLoss, Loss
 from unisono.parallel.loss.model_loss import ModelLoss, with_model_loss
-from unisono.parallel.master_weights import RoundedStep, hand_over
+from unisono.parallel.master_weights import RoundedStep, follow
 from unisono.parallel.meta.filling import Filling
 from unisono.parallel.pipeline.parameter_usage import by_names
 from unisono.parallel.pipeline.rehearsal import Rehearsal
@@ -178,7 +178,7 @@ def replicate(made: Composition) -> None:
         require_full_parameters(made.stepping, made.optimizer, model, is_sharded=plan.pp > 1)
         masters = precision.masters(model, made.gathered)
         if masters is not None:
-            hand_over(made.stepping, masters)
+            follow(made.stepping, masters)
         made.replicas = DataParallel(model, mesh, reduce_dtype=precision.reduce_dtype, masters=masters)
         return
     options: dict[str, Any] = {"rounded": made.gathered, "reduce_dtype": precision.reduce_dtype}
@@ -225,9 +225,10 @@ def compose(made: Composition) -> Trainer:
     reads = ParameterReads(model, str(plan), units, is_pipeline=plan.pp > 1, rounded=rounded)
     trainer.reads = reads if reads.is_needed else None
     if made.precision.master is None:
-        seed = made.random.seed
         rounding, emulated = made.precision.rounding, made.precision.halves
-        RoundedStep(made.stepping, trainer.optimized(), rounding, lambda: (seed, trainer.steps), mesh, emulated)
+        RoundedStep(
+            made.stepping, trainer.optimized(), rounding, lambda: (trainer.random.seed, trainer.steps), mesh, emulated
+        )
     if made.stages is not None and made.schedule is not None:
         require_same_groups(trainer.optimizer, trainer.optimized(), made.optimizer, made.parameters_of_all_stages)
         trainer.pipeline = PipelineRuntime(

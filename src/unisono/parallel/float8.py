@@ -41,6 +41,10 @@ _MULTIPLE = 16  # of sizes, for the kernels
 def float8_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """F.linear in float8; the result is bfloat16."""
     rows = x.to(torch.bfloat16).flatten(0, -2) if x.dim() > 1 else x.to(torch.bfloat16).unsqueeze(0)
+    if not rows.numel():  # no element to find a scale from
+        return F.linear(
+            x.to(torch.bfloat16), weight.to(torch.bfloat16), None if bias is None else bias.to(torch.bfloat16)
+        )
     padding = -rows.shape[0] % _MULTIPLE
     y = _Float8Product.apply(F.pad(rows, (0, 0, 0, padding)) if padding else rows, weight.to(torch.bfloat16))
     y = (y[: rows.shape[0]] if padding else y).view(*x.shape[:-1], weight.shape[0])
@@ -62,6 +66,15 @@ def _product(
     return torch._scaled_mm(a[0], b[0].t(), scale_a=a[1], scale_b=b[1], out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
+def _refuse_create_graph() -> None:
+    """In a backward: rounding has no derivative of its own."""
+    if torch.is_grad_enabled():
+        raise UsageError(
+            "precision=fp8: a backward with create_graph=True, as a gradient penalty runs, cannot be differentiated "
+            "through float8 products; use precision=bf16"
+        )
+
+
 class _Float8Product(torch.autograd.Function):
     """x W'. The weight is rounded again in the backward: what ZeRO 3 frees in between stays free."""
 
@@ -73,6 +86,7 @@ class _Float8Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        _refuse_create_graph()
         x, x_scale, weight = ctx.saved_tensors
         gradient, scale = quantize(dy, E5M2)
         dx = dw = None
@@ -107,6 +121,7 @@ class _EmulatedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        _refuse_create_graph()
         x, weight = (round_mantissa(each, MANTISSA[E4M3]) for each in ctx.saved_tensors)
         gradient = round_mantissa(dy, MANTISSA[E5M2])
         flat = gradient.flatten(0, -2) if gradient.dim() > 1 else gradient.unsqueeze(0)

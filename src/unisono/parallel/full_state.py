@@ -20,6 +20,7 @@ from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.optimizers import load_param_groups
 from unisono.parallel.layout import full_tensors_of, layout_of, local_of
+from unisono.parallel.master_weights import take_remainders
 
 Tensors = dict[str, torch.Tensor]
 Named = Iterable[tuple[str, torch.Tensor]]
@@ -139,20 +140,31 @@ def _in_order(axes: Iterable[str], mesh: Mesh) -> list[str]:
 
 
 @torch.no_grad()
-def load_full_state(optimizer: Optimizer, named: Named, mesh: Mesh, state: dict[str, Any]) -> None:
-    """Put full state back, each rank keeping its shard; the plan may be another than the one that saved it."""
+def load_full_state(
+    optimizer: Optimizer, named: Named, mesh: Mesh, state: dict[str, Any], saved: Tensors | None = None
+) -> None:
+    """Put full state back, each rank keeping its shard; the plan may be another than the one that saved it.
+
+    saved: the parameters that the state was saved with. Where the optimizer's have another precision now, state of
+    their shape gets that, too.
+    """
     tensors = dict(named)
     load_param_groups(optimizer, tensors, state)
     for name, tensor in tensors.items():
         shape = full_shape(tensor)
-        shards = {key: _shard(value, tensor, shape, mesh) for key, value in state["state"][name].items()}
+        has_changed = saved is not None and saved[name].dtype != tensor.dtype
+        dtype = tensor.dtype if has_changed else None
+        shards = {key: _shard(value, tensor, shape, mesh, dtype) for key, value in state["state"][name].items()}
         if shards:
             optimizer.state[tensor] = shards
+    take_remainders(optimizer, tensors.values())
 
 
-def _shard(value: Any, tensor: torch.Tensor, shape: torch.Size, mesh: Mesh) -> Any:
+def _shard(value: Any, tensor: torch.Tensor, shape: torch.Size, mesh: Mesh, dtype: torch.dtype | None) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if value.shape == shape and shape:
-        return local_of(value, layout_of(tensor), mesh).to(tensor.device, copy=True).contiguous()
+        local = local_of(value, layout_of(tensor), mesh)
+        dtype = dtype if local.is_floating_point() else None
+        return local.to(tensor.device, dtype or local.dtype, copy=True).contiguous()
     return value.clone()

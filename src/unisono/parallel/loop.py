@@ -84,6 +84,7 @@ class OwnLoop:
         self._samples: Samples | None = None
         self._counting: list[tuple[Handle, int]] = []  # numbers of samples, on their way
         self._is_in_backward = False
+        self._updates = 0  # of the optimizer that are under way: a subclass may call its parent's step, hooked as well
         everyone, peers = mesh.comm(), mesh.comm(*(axis for axis in mesh.names if axis not in DATA))
         self._same = SameBatch(everyone if trainer.batch == "global" else peers)
         self._same_without_gradients = SameBatch(peers)
@@ -97,7 +98,7 @@ class OwnLoop:
         self._attach(model)
         _models[model] = weakref.ref(trainer)
         model.zero_grad = types.MethodType(_zero_grad, model)  # type: ignore[method-assign]
-        has_copies = isinstance(trainer.replicas, ShardedOptimizer) or trainer.replicas.masters is not None
+        has_copies = trainer.replicas.has_copies
         sharded = [each for each in model.parameters() if has_copies or layout_of(each).splits]
         trainer.torch_clipping = clipping = TorchClipping(sharded, str(trainer.plan))
         weakref.finalize(trainer, clipping.allow).atexit = False
@@ -319,6 +320,7 @@ class OwnLoop:
     def _begin_backward(self, gradient: torch.Tensor) -> None:
         if self._is_in_backward or current_step() is self._trainer.replicas:
             return
+        self._updates = 0  # an update that ended with an error has not come to its end
         self._refuse_autograd_grad()
         if isinstance(self._trainer.replicas, ShardedOptimizer) and self._trainer.replicas.units is not None:
             refuse_create_graph()
@@ -361,6 +363,7 @@ class OwnLoop:
 
     def _before_update(self, *_: Any) -> None:
         trainer = self._trainer
+        self._updates += 1
         if trainer.is_updating:
             return
         trainer.require_hooks()
@@ -370,6 +373,9 @@ class OwnLoop:
             trainer.norm = trainer.clip_grad_norm_(trainer.clip)
 
     def _after_update(self, *_: Any) -> None:
+        self._updates = max(self._updates - 1, 0)
+        if self._updates:
+            return
         self._trainer.forget_gradients()
         random_ops.release(self)  # again: a backward on a GPU ends in a thread of autograd
         if not self._trainer.is_updating:

@@ -15,7 +15,9 @@ Adam changes by 1/1000 of its size in a step, which rounding to nearest would le
 
 from __future__ import annotations
 
+import contextlib
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -23,6 +25,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from unisono.errors import UsageError
 from unisono.mesh.global_index import Part
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.optimizers import COMPUTES_IN_PARTS
@@ -31,6 +34,7 @@ from unisono.parallel.layout import layout_of, set_layout
 
 ROUNDINGS = ("stochastic", "kahan")
 _REMAINDER = "remainder"  # in the optimizer's state: what rounding has cut off a parameter
+_KEEPS_REMAINDERS = "unisono_keeps_remainders"  # on an optimizer of which RoundedStep has made the step
 _AT_ONCE = 2**24  # elements of the parameters that are float32 at one time
 
 
@@ -39,6 +43,37 @@ def float32_copy(parameter: nn.Parameter) -> nn.Parameter:
     copy = nn.Parameter(parameter.detach().to(dtype, copy=True))
     set_layout(copy, layout_of(parameter))
     return copy
+
+
+class Versions:
+    """Detects in-place changes that a user makes to parameters, such as model.load_state_dict or a clamp under
+    torch.no_grad(). Writes through `parameter.data` are not counted by torch, and not detected."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = dict(parameters)
+        self.remember()
+
+    def remember(self) -> None:
+        self._versions = {name: each._version for name, each in self._parameters.items()}
+
+    def changed(self) -> list[str]:
+        """Names of the parameters that were changed since `remember`."""
+        return [name for name, each in self._parameters.items() if each._version != self._versions[name]]
+
+    def require_unchanged(self) -> None:
+        """After the optimizer's step, before parameters are overwritten."""
+        for name in self.changed():
+            raise UsageError(
+                f"{name} was changed during the optimizer's step, by a step hook or by the optimizer itself, but the "
+                "optimizer updates a copy of it; change the tensors in optimizer.param_groups"
+            )
+
+
+@torch.no_grad()
+def take_changes(copy: torch.Tensor, published: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Give a copy those elements of its parameter that are no longer what was published of the copy."""
+    now = parameter.detach().to(copy.device)
+    copy.copy_(torch.where(now == published.to(now.dtype), copy, now.to(copy.dtype)))
 
 
 class MasterWeights:
@@ -54,13 +89,14 @@ class MasterWeights:
         self._parameters = dict(parameters)
         self._emulates = emulates
         self.copies = {name: copy(each) for name, each in self._parameters.items()}
+        self.versions = Versions(self._parameters)
         if emulates is not None:
             self.publish()
 
     @property
-    def replacing(self) -> dict[int, nn.Parameter]:
-        """The copies, by the ids of their parameters."""
-        return {id(each): self.copies[name] for name, each in self._parameters.items()}
+    def replacing(self) -> dict[torch.Tensor, nn.Parameter]:
+        """The copies by their parameters."""
+        return {each: self.copies[name] for name, each in self._parameters.items()}
 
     def take_gradients(self) -> None:
         """Move gradients from parameters to their copies."""
@@ -71,19 +107,68 @@ class MasterWeights:
                 copy.grad = gradient if copy.grad is None else copy.grad + gradient
                 parameter.grad = None
 
+    def take_values(self) -> None:
+        """Before copies are used: take over what the user has changed in the parameters."""
+        for name in self.versions.changed():
+            take_changes(self.copies[name], self._rounded(self.copies[name]), self._parameters[name])
+        self.versions.remember()
+
     @torch.no_grad()
     def publish(self) -> None:
         """Round the copies into the parameters."""
         for name, copy in self.copies.items():
-            self._parameters[name].copy_(copy if self._emulates is None else copy.to(self._emulates))
+            self._parameters[name].copy_(self._rounded(copy))
+        self.versions.remember()
+
+    def _rounded(self, copy: nn.Parameter) -> torch.Tensor:
+        return copy if self._emulates is None else copy.to(self._emulates)
 
 
-def hand_over(optimizer: Optimizer, masters: MasterWeights) -> None:
-    """Let an optimizer that has not stepped yet update the copies; parameters follow after each step."""
-    replacing = masters.replacing
+def hand_over(
+    optimizer: Optimizer,
+    copies: Mapping[torch.Tensor, nn.Parameter],
+    own: Callable[[torch.Tensor, Any], Any] = lambda parameter, value: value,
+) -> None:
+    """Let an optimizer that has not stepped yet update copies of parameters, and give it their state.
+
+    own: of state of a parameter, the part that belongs to its copy. From now on optimizer.zero_grad() also clears the
+    gradients of the parameters, which stay there until they are summed.
+    """
+    replaced = [each for group in optimizer.param_groups for each in group["params"] if each in copies]
     for group in optimizer.param_groups:
-        group["params"] = [replacing.get(id(each), each) for each in group["params"]]
-    optimizer.register_step_post_hook(lambda *_: masters.publish())
+        group["params"] = [copies.get(each, each) for each in group["params"]]
+    for parameter in [each for each in optimizer.state if each in copies]:
+        copy, state = copies[parameter], optimizer.state.pop(parameter)
+        optimizer.state[copy] = {key: _state_like(own(parameter, value), copy) for key, value in state.items()}
+    plain = optimizer.zero_grad
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        plain(set_to_none)
+        for parameter in replaced:
+            if set_to_none or parameter.grad is None:
+                parameter.grad = None
+            else:
+                parameter.grad.detach_().zero_()
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+def _state_like(value: Any, copy: nn.Parameter) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == copy.shape:
+        return value.to(copy.device, copy.dtype, copy=True)
+    return value
+
+
+def follow(optimizer: Optimizer, masters: MasterWeights) -> None:
+    """Let an optimizer that has not stepped yet update master weights; parameters follow after each step."""
+
+    def after(*_: Any) -> None:
+        masters.versions.require_unchanged()
+        masters.publish()
+
+    hand_over(optimizer, masters.replacing)
+    optimizer.register_step_pre_hook(lambda *_: masters.take_values())
+    optimizer.register_step_post_hook(after)
 
 
 class RoundedStep:
@@ -116,19 +201,24 @@ class RoundedStep:
             return loss
 
         setattr(optimizer, COMPUTES_IN_PARTS, True)
+        setattr(optimizer, _KEEPS_REMAINDERS, rounding == "kahan")
         optimizer.step = types.MethodType(Optimizer.profile_hook_step(step), optimizer)  # type: ignore[method-assign]
 
     @torch.no_grad()
     def step(self) -> None:
         groups = self._optimizer.param_groups
         held = [group["params"] for group in groups]
+        counts = _Counts(self._optimizer)
         try:
-            for chunk in self._chunks(held):
+            for number, chunk in enumerate(self._chunks(held)):
+                if number:
+                    counts.restore()
                 wide = {id(each): self._widened(each) for each in chunk if self._is_rounded(each)}
                 chosen = {id(each): each for each in chunk}
                 for group, parameters in zip(groups, held, strict=True):
                     group["params"] = [wide.get(id(each), each) for each in parameters if id(each) in chosen]
-                self._plain(self._optimizer)
+                with _without_hooks(self._optimizer):
+                    self._plain(self._optimizer)
                 for key, parameter in wide.items():
                     self._narrow(chosen[key], parameter)
         finally:
@@ -147,8 +237,7 @@ class RoundedStep:
                 chunk, elements = [], 0
             chunk.append(parameter)
             elements += parameter.numel()
-        if chunk:
-            yield chunk
+        yield chunk
 
     def _widened(self, parameter: nn.Parameter) -> nn.Parameter:
         """The parameter in float32, with its gradient and state."""
@@ -184,6 +273,62 @@ class RoundedStep:
         identity = (*self._random(), "rounding", self._names.get(id(parameter), ""), key)
         draw = Draw(identity, tuple(value.shape), parts_of(parameter, self._mesh))
         return round_stochastically(value, draw.words(value.device))
+
+
+@torch.no_grad()
+def take_remainders(optimizer: Optimizer, tensors: Iterable[torch.Tensor]) -> None:
+    """After a state was loaded: remainders that rounding="kahan" has kept are added to tensors of a wider dtype, and
+    stay in the state only with rounding="kahan"."""
+    keeps = getattr(optimizer, _KEEPS_REMAINDERS, False)
+    for tensor in tensors:
+        state = optimizer.state.get(tensor, {})
+        if _REMAINDER in state and not (keeps and tensor.dtype == torch.bfloat16):
+            tensor.add_(state.pop(_REMAINDER).to(tensor.dtype))
+
+
+class _Counts:
+    """Numbers that an optimizer keeps beside the state of its parameters, such as a count of steps in its groups or
+    attributes: a step that is computed in several parts must see the same in each of them."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._kept = [{key: _kept(value) for key, value in each.items() if _is_count(value)} for each in self._holders]
+
+    @property
+    def _holders(self) -> list[dict[Any, Any]]:
+        return [vars(self._optimizer), self._optimizer.state, *self._optimizer.param_groups]
+
+    def restore(self) -> None:
+        for holder, kept in zip(self._holders, self._kept, strict=True):
+            for key, value in kept.items():
+                if isinstance(value, torch.Tensor) and isinstance(holder.get(key), torch.Tensor):
+                    holder[key].copy_(value)
+                else:
+                    holder[key] = value
+
+
+def _is_count(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return value is None or isinstance(value, bool | int | float | str | tuple)
+
+
+def _kept(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+@contextlib.contextmanager
+def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """In the block, step hooks do not run, though a subclass may call its parent's step, which has them too."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    hooks = {name: getattr(optimizer, name) for name in names}
+    for name in names:
+        setattr(optimizer, name, OrderedDict())
+    try:
+        yield
+    finally:
+        for name, held in hooks.items():
+            setattr(optimizer, name, held)
 
 
 def round_stochastically(value: torch.Tensor, words: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,7 +39,7 @@ from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.optimizers import OptimizerScope, optimizer_scope
 from unisono.parallel.float8 import Float8Layers, float8_layers
-from unisono.parallel.master_weights import ROUNDINGS, MasterWeights, RoundedStep, hand_over
+from unisono.parallel.master_weights import ROUNDINGS, MasterWeights, RoundedStep, follow
 
 HALVES = (torch.float16, torch.bfloat16)
 _COMPUTED_IN: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -70,7 +71,7 @@ class Precision:
     halves: frozenset[str] = frozenset()  # of an emulation: parameters that are bfloat16 in the user's model
 
     def __post_init__(self) -> None:
-        if self.name not in _COMPUTED_IN:
+        if not isinstance(self.name, str) or self.name not in _COMPUTED_IN:
             raise UsageError(f"precision={self.name!r}; expected one of {', '.join(_COMPUTED_IN)}")
         if self.gather not in ("half", "fp32"):
             raise UsageError(f'precision: gather={self.gather!r}; expected "half" or "fp32"')
@@ -87,10 +88,26 @@ class Precision:
                 f"precision: rounding={self.rounding} is of parameters without master weights, but master=fp32; use "
                 f'"bf16,master=none,rounding={self.rounding}", or leave rounding out'
             )
-        if self.least < 1:
-            raise UsageError(f"precision: least={self.least}; expected a number of features")
+        if not isinstance(self.least, int) or self.least < 1:
+            raise UsageError(f"precision: least={self.least!r}; expected a number of features")
+        if not isinstance(self.init_scale, int | float) or not 0 < self.init_scale < math.inf:
+            raise UsageError(f"precision: init_scale={self.init_scale!r}; expected a number above 0")
+        if not isinstance(self.growth_interval, int) or self.growth_interval < 1:
+            raise UsageError(f"precision: growth_interval={self.growth_interval!r}; expected a number of steps")
+        self._require_used("least", "fp8")
+        self._require_used("gather", "bf16", "fp16", "fp8")
+        self._require_used("init_scale", "fp16")
+        self._require_used("growth_interval", "fp16")
         if self.master is None and self.half != torch.bfloat16:
             raise UsageError(f'master=None with precision="{self.name}"; use precision="bf16" with it')
+
+    def _require_used(self, option: str, *names: str) -> None:
+        """Refuse an option that has no effect with this precision."""
+        if self.name not in names and getattr(self, option) != getattr(type(self), option):
+            raise UsageError(
+                f"precision: {option}={getattr(self, option)} has no effect with {self.name}; it is an option of "
+                f"{' and '.join(names)}"
+            )
 
     @classmethod
     def of(cls, given: str | Precision) -> Precision:
@@ -100,7 +117,9 @@ class Precision:
         name, *options = str(given).split(",")
         chosen: dict[str, Any] = {}
         for option in options:
-            key, _, value = option.strip().partition("=")
+            key, _, value = (each.strip() for each in option.partition("="))
+            if key in chosen:
+                raise UsageError(f"precision={given!r} has {key} twice")
             if key not in ("gather", "reduce", "master", "rounding", "least"):
                 raise UsageError(
                     f"precision={given!r}: {key!r}; expected gather=half|fp32, reduce=fp32|bf16, master=fp32|none, "
@@ -152,7 +171,7 @@ class Precision:
         masters = self.masters(model, self.gathered(model)) or MasterWeights({})
         if self.dtype is not None:
             accumulate_in_float32(model.parameters())
-        hand_over(optimizer, masters)
+        follow(optimizer, masters)
         if self.master is None:
             RoundedStep(optimizer, model.named_parameters(), self.rounding, random, emulated=self.halves)
         return masters

@@ -157,7 +157,7 @@ class Trainer:
     def zero_grad(self) -> None:
         """Forget all gradients, also of parameters that the optimizer was not given."""
         self.optimizer.zero_grad()
-        for _, parameter in self.optimized():
+        for parameter in (*self.model.parameters(), *(each for _, each in self.optimized())):
             parameter.grad = None
         self.forget_gradients()
 
@@ -274,6 +274,7 @@ class Trainer:
     @torch.no_grad()
     def predict(self, inputs: Any) -> Any:
         """The model's outputs for a global batch of inputs, in its order, on every rank; in evaluation mode."""
+        self.loss.settle()
         batch: Any = (as_inputs(inputs), None)
         if isinstance(inputs, Share):
             spare = None if inputs.spare is None else (inputs.spare, None)
@@ -569,7 +570,8 @@ class Trainer:
         """Of step hooks that came after the plan was applied: as those that were there."""
         if self.holds_shards:
             require_elementwise_hooks(self.optimizer)
-            run_own_hooks_last(self.optimizer)  # ZeRO publishes parameters after a step: what hooks do to them, too
+        if self.holds_shards or self.replicas.has_copies:
+            run_own_hooks_last(self.optimizer)  # parameters are published after hooks have changed their copies
 
     def _clip(self) -> None:
         if self.clip is not None:
@@ -595,8 +597,8 @@ class Trainer:
         """Go on from a state of the same model, saved under this or another plan; every rank calls it."""
         optimized = dict(self.optimized())
         load_tensors(self.model, optimized, self.mesh, state["model"])
+        load_full_state(self.optimizer, optimized.items(), self.mesh, state["optimizer"], state["model"])
         self.replicas.publish()
-        load_full_state(self.optimizer, optimized.items(), self.mesh, state["optimizer"])
         self.steps, self.skipped = state["steps"], state["skipped"]
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])

@@ -139,6 +139,7 @@ class Fit:
         try:
             with self._preemption.listening():
                 self._epochs()
+            self.engine.ready.loss.settle()
         except BaseException:
             if self._checkpoints is not None:
                 self._checkpoints.settle()  # do not lose a checkpoint that is being written

@@ -149,8 +149,9 @@ def _refusing(owner: Any, name: str) -> Callable[..., Any]:
         plan = next((getattr(each, _SHARDED_BY) for each in parameters if hasattr(each, _SHARDED_BY)), None)
         if plan is not None:
             raise UsageError(
-                f"torch.nn.utils clips what is in .grad, but under plan {plan} a rank has shards of the gradients; use "
-                "trainer.clip_grad_norm_(max_norm) or trainer.clip_grad_value_(limit)"
+                f"torch.nn.utils clips what is in .grad of the model's parameters, but under plan {plan} the gradients "
+                "are sharded over the ranks, or belong to master weights; use trainer.clip_grad_norm_(max_norm) or "
+                "trainer.clip_grad_value_(limit)"
             )
         return clip(parameters, *args, **kwargs)
 

@@ -89,6 +89,11 @@ class DataParallel(Reducer[FlaggedBucket]):
         if self.masters is not None:
             self.masters.take_gradients()
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether the optimizer updates copies of some parameters."""
+        return self.masters is not None
+
     def publish(self) -> None:
         """After what the optimizer updates was changed: bring the parameters up to date."""
         if self.masters is not None:
@@ -96,7 +101,10 @@ class DataParallel(Reducer[FlaggedBucket]):
 
     def optimized(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What the optimizer updates, by the parameters' names."""
-        copies = {} if self.masters is None else self.masters.copies
+        copies = {}
+        if self.masters is not None:
+            self.masters.take_values()
+            copies = self.masters.copies
         for name, parameter in self._model.named_parameters():
             yield name, copies.get(name, parameter)
 

@@ -71,7 +71,7 @@ class GlobalLoss:
         self._outputs_have: Sequence[SampleDim | None] | None = None
         self._targets_dim: BatchDim = 0
         self._astray: list[torch.Tensor] = []
-        self._surprise: PendingFlag | None = None  # of the last step, on its way
+        self._surprises: list[PendingFlag] = []  # of the last step, on their way
 
     def expect(self, outputs: Sequence[SampleDim | None], targets: BatchDim) -> None:
         """Where samples are in the outputs, leaf by leaf (None: it has none), and in the targets."""
@@ -85,13 +85,13 @@ class GlobalLoss:
         """UsageError where a count was another than predicted; of counts on a GPU, at `settle`."""
         flags, self._astray = self._astray, []
         if flags:
-            self._surprise = PendingFlag(torch.stack(flags).any())
-            if self._surprise.is_here:
-                self._read_surprise()
+            self._surprises.append(PendingFlag(torch.stack(flags).any()))
+            if self._surprises[-1].is_here:
+                self._read_surprises()
 
-    def _read_surprise(self) -> None:
-        surprise, self._surprise = self._surprise, None
-        if surprise is not None and surprise.read():
+    def _read_surprises(self) -> None:
+        surprises, self._surprises = self._surprises, []
+        if any(surprise.read() for surprise in surprises):
             raise UsageError(_ASTRAY)
 
     @property
@@ -198,7 +198,7 @@ class GlobalLoss:
     def settle(self) -> None:
         """Hear what was counted in the last step, before anything is made of it. All ranks get the same: how many
         of them could count the full batch, and what was counted in fact."""
-        self._read_surprise()
+        self._read_surprises()
         reported, self._reported = self._reported, None
         if reported is None:
             return

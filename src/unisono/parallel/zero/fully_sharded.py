@@ -83,6 +83,7 @@ class FullyShardedOptimizer(ShardedOptimizer):
     def publish(self) -> None:
         self._masters.publish()
         self._units.refresh(self.shards.values())
+        self._versions.remember()
 
 
 def zero_optimizer(

@@ -87,6 +87,11 @@ class ZeroShard:
         """This rank's shard, in the shape that the optimizer sees."""
         return _at_least_1d(full)[self.mine.start : self.mine.stop].view(self.local_shape)
 
+    def own_of_parameter(self) -> torch.Tensor:
+        """This rank's shard of the parameter as it is in the model; under ZeRO 3 that is all of it between uses."""
+        values = self.parameter.detach()
+        return self.own(values) if values.shape == self.shape else values
+
     @property
     def is_even(self) -> bool:
         """Whether the shards of all ranks are of the same size, and not empty."""

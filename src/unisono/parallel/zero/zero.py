@@ -40,7 +40,7 @@ from unisono.parallel.checks.optimizer_scope import OptimizerScope, require_full
 from unisono.parallel.data.bucket import BUCKET_BYTES, Spare, buckets_of, gradient_dtype, summed_axes
 from unisono.parallel.data.reducer import Reducer
 from unisono.parallel.layout import layout_of, set_layout
-from unisono.parallel.master_weights import MasterWeights
+from unisono.parallel.master_weights import MasterWeights, Versions, hand_over, take_changes
 from unisono.parallel.precision import HALVES, round_parameter
 from unisono.parallel.zero.shards import ShardBucket, ZeroShard, assigned_evenly, assigned_in_full
 from unisono.parallel.zero.units import Units
@@ -119,7 +119,10 @@ class ShardedOptimizer(Reducer[ShardBucket]):
                 self._take(shard)
         self._hand_over()
         super().__init__(buckets, watch=stage == 1 or (stage == 2 and not self._is_pipeline))
-        self.optimizer.register_step_post_hook(lambda *_: self.publish())
+        self._copied = {name: each for name, each in self.shards.items() if self._needs_copy(name, each.parameter)}
+        self._versions = Versions({name: each.parameter for name, each in self._copied.items()})
+        self.optimizer.register_step_pre_hook(lambda *_: self.take_values())
+        self.optimizer.register_step_post_hook(lambda *_: self._after_step())
 
     def _make_buckets(
         self, named: list[tuple[str, nn.Parameter]], users: Mapping[str, tuple[int, ...]] | None, bucket_bytes: int
@@ -191,16 +194,19 @@ class ShardedOptimizer(Reducer[ShardBucket]):
 
     def _hand_over(self) -> None:
         """Let the optimizer see shards instead of parameters, and shard the state that it has already."""
-        mine = {id(shard.parameter): shard for shard in self.shards.values()}
-        seen = {key: shard.optimized for key, shard in mine.items()}
-        seen |= self._masters.replacing
-        for group in self.optimizer.param_groups:
-            group["params"] = [seen.get(id(p), p) for p in group["params"]]
-        for parameter in list(self.optimizer.state):
-            if id(parameter) in mine:
-                shard = mine[id(parameter)]
-                state = self.optimizer.state.pop(parameter)
-                self.optimizer.state[shard.optimized] = {key: _shard_of(value, shard) for key, value in state.items()}
+        shards: dict[torch.Tensor, ZeroShard] = {shard.parameter: shard for shard in self.shards.values()}
+
+        def own(parameter: torch.Tensor, value: Any) -> Any:
+            is_sharded = parameter in shards and isinstance(value, torch.Tensor)
+            return shards[parameter].own(value) if is_sharded and value.shape == shards[parameter].shape else value
+
+        copies = {parameter: shard.optimized for parameter, shard in shards.items()} | self._masters.replacing
+        hand_over(self.optimizer, copies, own)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether the optimizer updates other tensors than the model's parameters."""
+        return True
 
     @property
     def units(self) -> Units | None:
@@ -282,6 +288,19 @@ class ShardedOptimizer(Reducer[ShardBucket]):
 
     # ---- parameters ----------------------------------------------------------------------------------------------
 
+    def take_values(self) -> None:
+        """Before the optimizer's tensors are used: take over what the user has changed in the parameters."""
+        self._masters.take_values()
+        for name in self._versions.changed():
+            shard = self._copied[name]
+            take_changes(shard.optimized, shard.published(), shard.own_of_parameter())
+        self._versions.remember()
+
+    def _after_step(self) -> None:
+        self._masters.versions.require_unchanged()
+        self._versions.require_unchanged()
+        self.publish()
+
     @torch.no_grad()
     def publish(self) -> None:
         """After the optimizer's step: bring everybody's parameters up to date."""
@@ -295,10 +314,12 @@ class ShardedOptimizer(Reducer[ShardBucket]):
             are_views = not any(self._needs_copy(shard.name, shard.parameter) for shard in bucket.shards)
             bucket.unpack(message, [parameter.data for parameter in bucket.parameters], has_own=are_views)
             self._spare.put(message)
+        self._versions.remember()
 
     def optimized(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What the optimizer sees, by name: shards, and parameters that have no replicas. Layouts give their
         placements."""
+        self.take_values()
         for name, shard in self.shards.items():
             yield name, shard.optimized
         for name, parameter in self.alone.items():
@@ -327,10 +348,3 @@ def _beside_state(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     for index, tree in [*((f"its attribute {name}", value) for name, value in kept.items()), ("its groups", groups)]:
         yield from ((index, leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
-
-
-def _shard_of(value: Any, shard: ZeroShard) -> Any:
-    """Optimizer state of the parameter's shape is sharded as the parameter is."""
-    if isinstance(value, torch.Tensor) and value.shape == shard.shape:
-        return shard.own(value).to(shard.optimized.device, shard.optimized.dtype, copy=True)
-    return value

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from unisono.errors import CheckpointError
 from unisono.parallel.full_state import full_shape
 from unisono.parallel.layout import layout_of
+from unisono.parallel.master_weights import take_remainders
 from unisono.parallel.trainer import Trainer
 from unisono.train.checkpoint.chunk_files import IndexReader
 from unisono.train.checkpoint.chunks import Chunk, full_chunk, held_chunks
@@ -152,11 +153,13 @@ class Restoration:
 
     def _install(self, states: dict[int, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
         trainer = self.trainer
-        trainer.replicas.publish()
+        optimized = [tensor for _, tensor in trainer.optimized()]
         trainer.optimizer.state.clear()
-        for _, tensor in trainer.optimized():
+        for tensor in optimized:
             if states[id(tensor)]:
                 trainer.optimizer.state[tensor] = states[id(tensor)]
+        take_remainders(trainer.optimizer, optimized)
+        trainer.replicas.publish()
         for group, values in zip(trainer.optimizer.param_groups, groups, strict=True):
             group.update(values)
         state = self.manifest.trainer
