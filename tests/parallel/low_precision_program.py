@@ -11,12 +11,12 @@ from unisono.parallel.apply import parallelize
 PLANS = ("dp=2", "dp=2,zero=1", "dp=2,zero=3", "tp=2", "tp=2,sp,zero=1")
 
 
-def losses(plan: str, precision: str, dtype: torch.dtype | None) -> list[float]:
+def losses(plan: str, precision: str, dtype: torch.dtype | None, lr: float = 1e-3) -> list[float]:
     torch.manual_seed(3)
     model = Net(64).to("cuda", dtype)
-    on_gpu = [tuple(each.cuda() for each in batch(step)) for step in range(4)]
+    on_gpu = [tuple(each.cuda() for each in batch(0))] * 4  # one batch, which four steps learn
     trainer = parallelize(
-        model, plan, loss=token_loss, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3), precision=precision,
+        model, plan, loss=token_loss, optimizer=lambda p: torch.optim.AdamW(p, lr=lr), precision=precision,
         example=on_gpu[0],
     )  # fmt: skip
     return [float(trainer.step(each)) for each in on_gpu]
@@ -24,7 +24,8 @@ def losses(plan: str, precision: str, dtype: torch.dtype | None) -> list[float]:
 
 def main() -> None:
     comm = uni.init()
-    bf16 = losses("dp=2", "bf16", None)
+    bf16, untrained = losses("dp=2", "bf16", None), losses("dp=2", "bf16", None, lr=0.0)
+    assert abs(bf16[-1] / untrained[-1] - 1) > 5e-2, (bf16, untrained)  # else the comparisons below show nothing
     for precision, dtype, close in (
         ("bf16", None, 1e-2),
         ("bf16", torch.bfloat16, 1e-2),

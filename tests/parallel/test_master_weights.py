@@ -146,6 +146,59 @@ def test_step_hooks_run_before_parameters_are_published(pools: Pools) -> None:
     pools("gloo", 1).run(has_hooks)
 
 
+# ---- weights of a float32 model that ZeRO rounds -------------------------------------------------------------------
+
+
+class HeadInFloat32(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.gelu(self.a(x))
+        with torch.autocast("cpu", enabled=False):
+            return self.b(hidden.float())
+
+
+class Evaluated(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y if self.training else y * self.b.weight.square().sum()
+
+
+def outside_training(comm: Communicator, plan: str) -> None:
+    def of(model: type[nn.Module], precision: str) -> Trainer:
+        return parallelize(model, plan, loss=loss, optimizer=adam, precision=precision, seed=3)
+
+    trainer = of(Net, "bf16")
+    trainer.step(batch(0))
+    with pytest.raises(
+        UsageError, match=r"model.state_dict\(\) would have a.weight in bf16, .* use trainer.state_dict"
+    ):
+        trainer.model.state_dict()
+    with pytest.raises(UsageError, match=r"a copy of the model would have a.weight in bf16, .*gather=fp32"):
+        torch.optim.swa_utils.AveragedModel(trainer.model)
+    with pytest.raises(UsageError, match=r"a \(Linear\) was called outside torch.autocast, but ZeRO .*gather=fp32"):
+        trainer.model.a(batch(0)[0])  # type: ignore[operator]
+    if "zero=3" not in plan:  # where parameters are shards
+        exact = Net().state_dict()
+        trainer.model.load_state_dict(exact)
+        assert torch.equal(trainer.state_dict()["model"]["a.weight"], exact["a.weight"])
+    with pytest.raises(UsageError, match=r"b \(Linear\) was called outside torch.autocast"):
+        of(HeadInFloat32, "bf16").step(batch(0))
+    evaluated = of(Evaluated, "bf16")
+    evaluated.step(batch(0))
+    with pytest.raises(UsageError, match=r"reads b.weight"):
+        evaluated.evaluate(batch(0))
+    if "zero=3" not in plan:
+        for model in (HeadInFloat32, Evaluated):
+            other = of(model, "bf16,gather=fp32")
+            other.step(batch(0))
+            other.evaluate(batch(0))
+            torch.optim.swa_utils.AveragedModel(other.model)
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=1", "dp=2,zero=3"])
+def test_rounded_weights_outside_training(pools: Pools, plan: str) -> None:
+    pools("gloo", 2).run(outside_training, plan)
+
+
 # ---- optimizers of the user's own ------------------------------------------------------------------------------------
 
 

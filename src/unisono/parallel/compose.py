@@ -22,6 +22,7 @@ from unisono.parallel.blocks import outermost_lists
 from unisono.parallel.checks.optimizer_scope import require_full_parameters
 from unisono.parallel.checks.parameter_groups import require_same_groups
 from unisono.parallel.checks.parameter_reads import ParameterReads
+from unisono.parallel.checks.rounded_weights import refuse_float32_uses
 from unisono.parallel.compile.loss import CompiledLoss
 from unisono.parallel.compile.regions import Compilation, compile_regions
 from unisono.parallel.context.context import Context, context_parallelize
@@ -224,6 +225,8 @@ def compose(made: Composition) -> Trainer:
     rounded = [name for name, each in model.named_parameters() if made.gathered.get(name) == each.dtype]
     reads = ParameterReads(model, str(plan), units, is_pipeline=plan.pp > 1, rounded=rounded)
     trainer.reads = reads if reads.is_needed else None
+    trainer.rounds_weights = bool(rounded)
+    refuse_float32_uses(model, rounded, str(plan))
     if made.precision.master is None:
         rounding, emulated = made.precision.rounding, made.precision.halves
         RoundedStep(

@@ -184,7 +184,7 @@ class OwnLoop:
             return
         self._tries_samples = False
         self._samples = trainer.samples
-        if self._samples is None and self._cp is None:
+        if self._samples is None and self._cp is None and not trainer.rounds_weights:
             self._calls.append(_ModelCall(is_own=True))  # so that the runs of the trial are none of the user's
             try:
                 self._samples = find_samples(trainer.model, (inputs, None))
@@ -227,7 +227,7 @@ class OwnLoop:
         if not call.is_own or outputs is None:
             return outputs
         register_dataclasses(outputs)
-        self._trainer.reads = None  # the forward has shown that there are none
+        self._trainer.end_reads()
         if call.leave is not None:
             outputs = _mapped(outputs, call.leave)
         elif self._cp is not None:

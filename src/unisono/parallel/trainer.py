@@ -102,7 +102,8 @@ class Trainer:
     holds_shards: bool = False  # whether the optimizer has less than all of every parameter
     torch_clipping: TorchClipping | None = None  # of gradients that are sharded, in a loop of the user's own
     compilation: Compilation | None = None  # of a plan with compile
-    reads: ParameterReads | None = None  # of parameters by other modules than their own, until a step has shown none
+    reads: ParameterReads | None = None  # of parameters by other modules than their own, until each mode has shown none
+    rounds_weights: bool = False  # whether the model has weights in a half dtype that are float32 in the user's
     batch: str = "global"  # what ranks give: "global", all of them the same batch, or "local", their own samples
     is_updating: bool = False  # whether the optimizer's step is one of this trainer's
     batch_dim: BatchDim = 0  # where samples are in (inputs, targets): see share.py
@@ -203,7 +204,7 @@ class Trainer:
                 loss = self.mesh.comm(*REPLICAS).all_reduce(loss.detach().clone())
                 if self.scaler is not None:
                     loss /= self.scaler.value
-        self.reads = None
+        self.end_reads()
         self.replicas.finish()
         if self.tied is not None:
             self.tied.sum(dict(self.optimized()))
@@ -265,10 +266,12 @@ class Trainer:
         with self.replicas.stepping(), self._evaluating(), self._sharded(batch), self._observed(observe):
             if self.pipeline is not None:
                 loss = self.pipeline.evaluate([self._inputs(part) for part in self._microbatches])
+                self.end_reads()
                 return self.mesh.comm(*REPLICAS).all_reduce(loss.detach().clone())
             for number, part in enumerate(self._microbatches):
                 with self._microbatch(number), self.computing(), run_on(part):
                     self._partials.append(self._partial_loss(self.run_model(self._inputs(part)), number))
+            self.end_reads()
             return self.loss.total(self._partials)
 
     @torch.no_grad()
@@ -290,6 +293,7 @@ class Trainer:
                     for number, part in enumerate(self._microbatches):
                         with self._microbatch(number), self.computing(), run_on(part):
                             outputs.append(call(self.model, self._inputs(part)))
+            self.end_reads()
         outputs = [with_full_sequences(part, self.context) for part in outputs]
         for number, part in enumerate(self._microbatches):
             if self._is_spare(part):
@@ -392,6 +396,8 @@ class Trainer:
 
     def _tried_samples(self, batch: Batch, loss: Callable[[Any, Any], torch.Tensor] | None) -> Samples | None:
         """Find out where samples are, on the first samples of some ranks' parts; all ranks refuse alike."""
+        if self.rounds_weights:
+            return None  # outside autocast the model cannot be run
         mine = self._mine(batch)
         comm = self.mesh.comm(*DATA)
         few = [batch_slice(mine.batch, 0, 2, self.batch_dim)]
@@ -466,8 +472,15 @@ class Trainer:
     def computing(self) -> Iterator[None]:
         """The scope of a forward; a backward follows it by itself."""
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
-        with autocast(self.precision.dtype, device), self.reads or contextlib.nullcontext():
+        is_watched = self.reads is not None and self.model.training not in self.reads.shown
+        with autocast(self.precision.dtype, device), (is_watched and self.reads) or contextlib.nullcontext():
             yield
+
+    def end_reads(self) -> None:
+        """The model has run in its mode, training or evaluation, without refused reads: later runs are not watched."""
+        if self.reads is not None:
+            self.reads.shown.add(self.model.training)
+            self.reads = self.reads if len(self.reads.shown) < 2 else None
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)

@@ -5,6 +5,7 @@ tokenwise        whether the model works token by token, for sp and cp
 preview          whether the loss takes what the model returns
 separable        torch's layers that depend on the shards of a batch
 parameter_reads  parameters that are read beyond their module
+rounded_weights  weights that are half under ZeRO, used as float32
 updated_buffers  buffers that the forward updates
 optimizer_scope, parameter_groups   optimizers that would have to see more than a rank holds
 value_reads      calls by which Python sees values

@@ -4,8 +4,9 @@ Under tp, ep and ZeRO 3 a rank holds a shard of a parameter. The layer that owns
 (a weight regulariser, `F.linear(x, self.embedding.weight)`, a penalty on `layer.weight.norm()`) would take the shard
 for the full parameter, often in shapes that fit. Ranks of a pipeline hold the parameters of their stages only, so that
 a loss that reads parameters would miss the others. Where ZeRO gathers weights in a half dtype, code that computes in
-float32 from them (a penalty on a weight's norm) would take rounded values. So the forward and the loss of the first
-step are watched, and such a read is refused.
+float32 from them (a penalty on a weight's norm) would take rounded values. So the first forward in training mode, the
+first in evaluation mode, and the losses computed in them are watched, and such a read is refused. A read that begins
+later, such as a penalty from some step on, is not noticed.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class ParameterReads(TorchFunctionMode):
         """rounded: the parameters, by name, that the model has in a half dtype for matrix products."""
         super().__init__()
         self._plan, self._is_pipeline, self._model = plan, is_pipeline, model
+        self.shown: set[bool] = set()  # the modes, by model.training, in which the model has run without such reads
         self._modules = set(model.modules())
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._owners: dict[int, list[nn.Module]] = {}

@@ -121,6 +121,7 @@ class ShardedOptimizer(Reducer[ShardBucket]):
         super().__init__(buckets, watch=stage == 1 or (stage == 2 and not self._is_pipeline))
         self._copied = {name: each for name, each in self.shards.items() if self._needs_copy(name, each.parameter)}
         self._versions = Versions({name: each.parameter for name, each in self._copied.items()})
+        self._load_in_float32(model)
         self.optimizer.register_step_pre_hook(lambda *_: self.take_values())
         self.optimizer.register_step_post_hook(lambda *_: self._after_step())
 
@@ -184,6 +185,21 @@ class ShardedOptimizer(Reducer[ShardBucket]):
             shard.parameter.data.copy_(shard.parameter.data.to(shard.emulates))
         elif shard.name in self._rounded:
             round_parameter(shard.parameter, self._rounded[shard.name])
+
+    def _load_in_float32(self, model: nn.Module) -> None:
+        """Let model.load_state_dict give this rank's shard of a rounded parameter the values that are not rounded."""
+        shards = {id(each.parameter): each for each in self._copied.values() if each.name in self._rounded}
+
+        def before(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+            for name, parameter in module._parameters.items():
+                shard, value = shards.get(id(parameter)), state.get(prefix + name)
+                if shard is not None and isinstance(value, torch.Tensor) and value.shape == shard.shape:
+                    with torch.no_grad():
+                        shard.optimized.copy_(shard.own(value))
+
+        for module in model.modules():
+            if any(id(parameter) in shards for parameter in module._parameters.values()):
+                module.register_load_state_dict_pre_hook(before)
 
     def _copy(self, parameter: nn.Parameter, local: torch.Tensor) -> nn.Parameter:
         """What the optimizer has of a parameter that is half, or on a device with little memory."""

@@ -28,6 +28,7 @@ from unisono.errors import CheckpointError, UsageError
 from unisono.mesh.deferred_init.weight_files import SAFE_NAMES
 from unisono.parallel.full_state import full_shape
 from unisono.parallel.layout import layout_of
+from unisono.parallel.precision import model_dtype
 from unisono.parallel.trainer import Trainer
 from unisono.train.checkpoint.checkpoints import Checkpoints
 from unisono.train.checkpoint.chunk_files import Described, bytes_of, safetensors_header
@@ -50,6 +51,9 @@ def export_weights(source: Trainer | nn.Module | str | Path, path: str | Path) -
         _export_trainer(source, path)
     elif isinstance(source, nn.Module):
         skipped = set(nonpersistent_buffers(source))
+        rounded = next((name for name, each in _named(source).items() if model_dtype(each) != each.dtype), None)
+        if rounded is not None:
+            raise UsageError(f"{rounded} is rounded by ZeRO in this model; pass the trainer to export_weights")
         named = {name: tensor for name, tensor in _named(source).items() if name not in skipped}
         described = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named.items()]
         _write(path, described, iter(named.values()))
@@ -188,6 +192,12 @@ def _write(path: Path, described: Sequence[Described], tensors: Iterable[torch.T
         temporary.unlink(missing_ok=True)
 
 
+def _names(model: nn.Module) -> set[str]:
+    """Of all parameters and persistent buffers; every name of a tied one."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name for name, _ in named} - set(nonpersistent_buffers(model))
+
+
 def _named(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
@@ -207,7 +217,7 @@ def import_weights(
         tensors, known = named_tensors(model), _known_names(model)
         entries = [_sharded(name, tensor, model) for name, tensor in tensors.items()]
     else:
-        tensors, known = _named(model), set(model.state_dict())
+        tensors, known = _named(model), _names(model)
         entries = [Entry(name, t.detach(), tuple(t.shape), [full_chunk(t.shape)], []) for name, t in tensors.items()]
     module = model.model if isinstance(model, Trainer) else model
     found = _matched(entries, opened, module)
@@ -233,7 +243,7 @@ def _sharded(name: str, tensor: torch.Tensor, trainer: Trainer) -> Entry:
 
 def _known_names(trainer: Trainer) -> set[str]:
     """Of the full model, also under pipeline parallelism; every name of a tied parameter."""
-    mine = set(trainer.model.state_dict()) | set(named_tensors(trainer))
+    mine = set(_names(trainer.model)) | set(named_tensors(trainer))
     if trainer.mesh.size("pp") == 1:
         return mine
     return set().union(*trainer.mesh.comm("pp").all_gather_object(mine))
