@@ -258,6 +258,33 @@ def test_a_folder_is_tuned_into_another(plan: str, pools: Pools, tmp_path: Path)
     assert "model.safetensors" not in written
 
 
+def adapted(comm: Any, plan: str, base: str, out: str) -> None:
+    import peft  # type: ignore[import-not-found, unused-ignore]
+
+    def with_lora() -> Any:
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
+        return peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base), config)
+
+    engine = uni.Engine(with_lora, optimizer=adam, plan=plan, collate=pad, check="off")
+    losses = engine.fit(texts(9), batch_size=4, shuffle=False, progress=False).losses
+    assert not engine.ready.note
+    engine.save_pretrained(out)
+    torch.manual_seed(0)
+    plain = with_lora()
+    assert losses == pytest.approx(alone(plain, DataLoader(texts(9), 4, collate_fn=pad)), rel=TOLERANCE)  # type: ignore[arg-type]
+    saved = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), out)
+    torch.testing.assert_close(saved.state_dict(), plain.state_dict(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=3", "tp=2", "pp=2,microbatches=2"])
+def test_adapters(plan: str, pools: Pools, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    built().save_pretrained(tmp_path / "base")
+    pools("gloo", 2).run(adapted, plan, str(tmp_path / "base"), str(tmp_path / "out"))
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= written
+
+
 def test_what_is_no_hugging_face_model_has_no_folder(tmp_path: Path) -> None:
     engine = uni.Engine(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss, adam, plan="dp=1", check="off")
     engine.prepare((torch.zeros(2, 2), torch.zeros(2, 1)))

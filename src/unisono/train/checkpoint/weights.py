@@ -70,7 +70,8 @@ def _require_intact(folder: Path) -> None:
 
 def export_pretrained(trainer: Trainer, folder: str | Path, max_shard_size: int | str = "50GB") -> None:
     """Write the folder that Hugging Face's `from_pretrained` reads: config, generation config, and weights in files of
-    at most `max_shard_size` (if no tensor is larger) with an index. Every rank calls it."""
+    at most `max_shard_size` (if no tensor is larger) with an index; of a PEFT model, its adapters. Every rank calls it.
+    """
     folder, limit = Path(folder), _size(max_shard_size)
     config = getattr(trainer.model, "config", None)
     if not callable(getattr(config, "save_pretrained", None)):
@@ -80,11 +81,33 @@ def export_pretrained(trainer: Trainer, folder: str | Path, max_shard_size: int 
         )
 
     def write(saved: Path) -> None:
+        if hasattr(trainer.model, "peft_config"):
+            _export_adapters(trainer.model, saved, folder)
+            return
         dtypes = [getattr(torch, dtype) for _, dtype in Manifest.read(saved).model.values()]
         _export_sharded(saved, folder, limit)
         _save_configs(trainer.model, folder, next(filter(lambda dtype: dtype.is_floating_point, dtypes), None))
 
     _assemble(trainer, folder / SAFE_WEIGHTS, write)
+
+
+def _export_adapters(model: Any, saved: Path, folder: Path) -> None:
+    """The adapter that is in use, as PeftModel.from_pretrained reads it."""
+    from peft import get_peft_model_state_dict  # type: ignore[import-not-found, unused-ignore]
+
+    manifest, adapter = Manifest.read(saved), model.active_adapter
+    tensors: dict[str, torch.Tensor] = {}
+    for name, (_, dtype) in _kept(manifest):
+        if adapter in name.split("."):
+            entry = full_entry(f"model.{name}", manifest)
+            read_entries(saved, manifest, [entry])
+            tensors[name] = entry.tensor.to(getattr(torch, dtype))
+    tensors = get_peft_model_state_dict(model, tensors, adapter, save_embedding_layers=False)
+    described = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    _write(folder / "adapter_model.safetensors", described, tensors.values())
+    config = copy.copy(model.peft_config[adapter])
+    config.inference_mode = True  # as peft's own save_pretrained has it
+    config.save_pretrained(str(folder))
 
 
 def _size(limit: int | str) -> int:
