@@ -254,6 +254,29 @@ def own_optimizers(comm: Communicator) -> None:
     masters.step(batch(0))
 
 
+def adds_a_group(comm: Communicator, plan: str, is_half: bool) -> None:
+    """Parameters that an optimizer is given later are trained, too."""
+    two = trainer_of(
+        plan, is_half=is_half, optimizer=lambda p: torch.optim.SGD([{"params": p[2:]}, {"params": p[:2]}], 0.1)
+    )
+    later = trainer_of(plan, is_half=is_half, optimizer=lambda p: torch.optim.SGD(p[2:], 0.1))
+    later.optimizer.add_param_group({"params": later.model.a.parameters()})  # type: ignore[union-attr]
+    for trainer in (two, later):
+        trainer.step(batch(0))
+    require_equal(two, later)
+    run_backward(later, 1)
+    for trainer in (two, later):
+        trainer.optimizer.zero_grad()
+        run_backward(trainer, 2)
+        trainer.optimizer.step()
+    require_equal(two, later)
+
+
+@pytest.mark.parametrize(("plan", "is_half"), [("dp=2", True), ("dp=2,zero=1", False), ("dp=2,zero=3", True)])
+def test_groups_that_are_added_later(pools: Pools, plan: str, is_half: bool) -> None:
+    pools("gloo", 2).run(adds_a_group, plan, is_half)
+
+
 def test_optimizers_of_ones_own(pools: Pools) -> None:
     pools("gloo", 1).run(own_optimizers)
 

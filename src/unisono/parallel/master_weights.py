@@ -132,7 +132,7 @@ def hand_over(
     """Let an optimizer that has not stepped yet update copies of parameters, and give it their state.
 
     own: of state of a parameter, the part that belongs to its copy. From now on optimizer.zero_grad() also clears the
-    gradients of the parameters, which stay there until they are summed.
+    gradients of the parameters, which stay there until they are summed, and optimizer.add_param_group() adds copies.
     """
     replaced = [each for group in optimizer.param_groups for each in group["params"] if each in copies]
     for group in optimizer.param_groups:
@@ -140,17 +140,25 @@ def hand_over(
     for parameter in [each for each in optimizer.state if each in copies]:
         copy, state = copies[parameter], optimizer.state.pop(parameter)
         optimizer.state[copy] = {key: _state_like(own(parameter, value), copy) for key, value in state.items()}
-    plain = optimizer.zero_grad
+    clear, add = optimizer.zero_grad, optimizer.add_param_group
 
     def zero_grad(set_to_none: bool = True) -> None:
-        plain(set_to_none)
+        clear(set_to_none)
         for parameter in replaced:
             if set_to_none or parameter.grad is None:
                 parameter.grad = None
             else:
                 parameter.grad.detach_().zero_()
 
+    def add_param_group(param_group: dict[str, Any]) -> None:
+        given = param_group["params"]
+        given = [given] if isinstance(given, torch.Tensor) else list(given)
+        given = [each[1] if isinstance(each, tuple) else each for each in given]  # torch also takes (name, parameter)
+        add({**param_group, "params": [copies.get(each, each) for each in given]})
+        replaced.extend(each for each in given if each in copies)
+
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
 
 
 def _state_like(value: Any, copy: nn.Parameter) -> Any:

@@ -1,8 +1,9 @@
 """Training in half precision, with the same decisions on every rank.
 
-Master weights, gradients and optimizer state are float32. Matrix products and attention are computed in a half dtype,
-norms and losses in float32, as torch.autocast decides. The reference of every plan is one process under
-torch.autocast, for float16 with torch.amp.GradScaler.
+Gradients are float32, as are what the optimizer updates and its state, but for bfloat16 parameters with master=None
+(master_weights.py). Matrix products and attention are computed in a half dtype, norms and losses in float32, as
+torch.autocast decides. The reference of every plan is one process under torch.autocast, for float16 with
+torch.amp.GradScaler.
 
 Autocast rounds the weight of a linear layer or convolution whenever it is used. Under ZeRO ranks round such weights
 before they are gathered (`rounded_weights`): half the bytes, and the same values reach the product. Parameters that are

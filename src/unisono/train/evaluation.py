@@ -48,6 +48,7 @@ def evaluate(trainer: Trainer, batches: Iterable[Any], metrics: dict[str, Metric
             for name, function in functions.items():
                 totals[name] += size * number_of(name, function(outputs, targets))
         samples += size
+    trainer.loss.settle()
     if not samples:
         raise UsageError("the dataset to evaluate is empty; expected at least one sample")
     means = {name: total / samples for name, total in totals.items()}

@@ -59,10 +59,9 @@ class ShardedOptimizer(Reducer[ShardBucket]):
     zero.optimizer.zero_grad()
 
     Half parameters get a float32 copy of this rank's shard, which is what the optimizer updates: its master weights.
-    Float32 parameters that the forward only reads in a half dtype can be `rounded` to it: ranks then keep float32 of
-    their own shards only, and gather halves. Without `masters` the optimizer updates half parameters themselves. With
-    `offload` the optimizer's shard and state live, and are updated, in
-    host memory.
+    Without `masters` the optimizer updates half parameters themselves. Float32 parameters that the forward only reads
+    in a half dtype can be `rounded` to it: ranks then keep float32 of their own shards only, and gather halves. With
+    `offload` the optimizer's shard and state are in host memory, and are updated there.
     """
 
     def __init__(

@@ -128,9 +128,9 @@ class Restoration:
         return state
 
     def _dtype(self, name: str, parameter: torch.Tensor, saved: str) -> torch.dtype:
-        """The saved dtype; if the optimizer's parameter has another precision now, that of the parameter."""
-        was = self.manifest.tensors[f"model.{name}"]["dtype"]
-        return getattr(torch, saved) if was == dtype_name(parameter.dtype) else parameter.dtype
+        """The saved dtype; of floating point that of the parameter, if it has another precision now."""
+        was, dtype = self.manifest.tensors[f"model.{name}"]["dtype"], getattr(torch, saved)
+        return dtype if was == dtype_name(parameter.dtype) or not dtype.is_floating_point else parameter.dtype
 
     def _device(self, key: str, parameter: torch.Tensor) -> torch.device | str:
         """Optimizers of torch keep their step count on the host, unless fused or capturable."""
