@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from unisono.parallel.trainer import Trainer as Trainer
     from unisono.plan.plan import Plan as Plan
     from unisono.train.callbacks import Callback as Callback
+    from unisono.train.callbacks import EarlyStopping as EarlyStopping
     from unisono.train.checkpoint.checkpoints import Checkpoints as Checkpoints
     from unisono.train.checkpoint.weights import export_weights as export_weights
     from unisono.train.checkpoint.weights import import_weights as import_weights
@@ -56,6 +57,7 @@ _HOME = {
     "Accuracy": "unisono.train.metrics",
     "BatchLoss": "unisono.parallel.loss.batch_loss",
     "Callback": "unisono.train.callbacks",
+    "EarlyStopping": "unisono.train.callbacks",
     "Engine": "unisono.train.engine",
     "Metric": "unisono.train.metrics",
     "Perplexity": "unisono.train.metrics",

@@ -42,7 +42,7 @@ from unisono.planner.auto import choose, prediction
 from unisono.planner.auto_recompute import resolve_recompute
 from unisono.planner.choice import Choice, Job
 from unisono.train import evaluation
-from unisono.train.callbacks import Callback
+from unisono.train.callbacks import BestValue, Callback, SaveBest
 from unisono.train.checkpoint.checkpoints import Checkpoints
 from unisono.train.checkpoint.inventory import shapes_here
 from unisono.train.checkpoint.weights import export_pretrained
@@ -58,6 +58,7 @@ from unisono.verify.self_check import check_level, parallelize
 
 Scheduler = Callable[[Optimizer], Any]
 
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _TASK_BATCHES = 4  # of the data of a script, that a Task made of it has
 
 
@@ -381,8 +382,11 @@ class Engine:
         epochs: int = 1,
         batch_size: int = 32,
         steps: int | None = None,
+        max_time: float | str | None = None,
         validation: Any = None,
+        evaluate_every: int | None = None,
         save: str | Path | None = None,
+        save_best: str | None = None,
         save_every: int | None = None,
         keep: int = 3,
         resume: bool = False,
@@ -397,10 +401,13 @@ class Engine:
         """Train on the dataset; every rank calls it. It may be a uni.Loader or a torch DataLoader, which then decides
         on batch size and order, and whose batches are global or each rank's own, see Engine(batch=).
 
-        steps: end after so many, possibly within an epoch. validation: data to evaluate after each epoch. save: the
-        run folder, with a log and a checkpoint after every `save_every` steps (None: every epoch), of which the newest
-        `keep` are kept. drop_last: drop the last batch of an epoch if it is smaller. resume: continue from the newest
-        valid one. nonfinite: "stop" at a loss that is NaN or infinite, or "skip" such steps.
+        steps: end after so many, possibly within an epoch. max_time: end after the step that runs at that time:
+        seconds, or a text, as "90m" or "12h". validation: data to evaluate after each epoch, and after every
+        `evaluate_every` steps. save: the run folder, with a log and a checkpoint after every `save_every` steps
+        (None: every epoch), of which the newest `keep` are kept. save_best: a value of the evaluations, as
+        "validation_loss"; the step with the best one is kept in the folder `best` of the run folder. drop_last:
+        drop the last batch of an epoch if it is smaller. resume: continue from the newest valid one. nonfinite:
+        "stop" at a loss that is NaN or infinite, or "skip" such steps.
         look_every: steps between two samples of memory and stragglers.
         """
         if save is not None and (not isinstance(save, str | Path) or not str(save)):
@@ -410,7 +417,16 @@ class Engine:
         for each in callbacks if isinstance(callbacks, Sequence) else [callbacks]:
             if not isinstance(callbacks, Sequence) or not isinstance(each, Callback):
                 raise UsageError(f"fit(callbacks=...): {each!r}; expected a list of uni.Callback")
-        options = Options(epochs, steps, look_every, nonfinite, save_every, keep, resume, progress)
+        options = Options(
+            epochs, steps, look_every, nonfinite, save_every, keep, resume, progress, evaluate_every, _seconds(max_time)
+        )
+        callbacks = [*callbacks, *self._best(save_best, save)]
+        watched = next((type(each).__name__ for each in callbacks if isinstance(each, BestValue)), "")
+        if validation is None and (watched or evaluate_every is not None):
+            raise UsageError(
+                f"fit({'evaluate_every=' if evaluate_every is not None else watched}) without validation=; expected "
+                "data to evaluate"
+            )
         if task.is_sought():
             task.found(self._task(self._first_batches(dataset, batch_size, shuffle)))
         if save is not None and self.trainer is None:
@@ -431,6 +447,13 @@ class Engine:
         held_out = None if validation is None else self._in_order(validation, batch_size)
         folder = None if save is None else RunFolder(save, self.comm.rank)
         return Fit(self, loader, options, folder, held_out, callbacks).run()
+
+    def _best(self, monitor: str | None, save: str | Path | None) -> list[Callback]:
+        if monitor is None:
+            return []
+        if save is None:
+            raise UsageError(f"fit(save_best={monitor!r}) needs save=FOLDER, the folder of the run")
+        return [SaveBest(monitor, Path(save) / "best")]
 
     def _first_batches(self, data: Any, batch_size: int, shuffle: bool | None) -> list[tuple[Any, Any]]:
         """Some global batches, for a Task."""
@@ -563,6 +586,20 @@ _FORMS = {
     "scheduler": "scheduler(optimizer) returns a torch scheduler",
     "collate": "collate(samples) returns a batch",
 }
+
+
+def _seconds(given: float | str | None) -> float | None:
+    """Of a number, or a text such as "90m"."""
+    if given is None:
+        return None
+    number, unit = (given, 1.0) if not isinstance(given, str) else (given[:-1], _UNITS.get(given[-1:], 0.0))
+    try:
+        seconds = math.nan if isinstance(number, bool) else float(number) * unit
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise UsageError(f'fit(max_time={given!r}): expected seconds, or a text such as "90m" or "12h"')
+    return seconds
 
 
 def _fitting(plan: Plan, ranks: int) -> Plan:

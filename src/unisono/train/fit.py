@@ -23,7 +23,7 @@ from unisono.train.checkpoint.checkpoints import Checkpoints
 from unisono.train.data.given_batches import GivenBatches
 from unisono.train.data.loader import Loader
 from unisono.train.data.sampler import require_whole_number
-from unisono.train.preemption import Preemption
+from unisono.train.preemption import OUT_OF_TIME, TERMINATED, Preemption
 from unisono.train.telemetry.progress import Display
 from unisono.train.telemetry.run_folder import RunFolder
 from unisono.train.telemetry.step_profile import StepProfile
@@ -48,6 +48,7 @@ class History:
 
     losses: list[float] = field(default_factory=list)
     values: list[dict[str, float]] = field(default_factory=list)
+    evaluated: list[int] = field(default_factory=list)  # the steps after which `values` were measured
     first_step: int = 0  # steps done before, after a resume
     step: int = 0
     skipped: int = 0
@@ -66,9 +67,11 @@ class Options:
     keep: int | None = 3
     resume: bool = False
     progress: bool = True
+    evaluate_every: int | None = None
+    max_time: float | None = None  # seconds
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "steps", "look_every", "save_every"):
+        for name in ("epochs", "steps", "look_every", "save_every", "evaluate_every"):
             if getattr(self, name) is not None:
                 require_whole_number(f"fit: {name}", getattr(self, name), 1)
         if self.nonfinite not in _NONFINITE:
@@ -108,6 +111,7 @@ class Fit:
         self._busy = BusyMonitor()
         self._is_compilation_reported = False
         self._profile = StepProfile()
+        self._deadline = math.inf if options.max_time is None else time.monotonic() + options.max_time
 
     # ---- the run -------------------------------------------------------------------------------------------------
 
@@ -191,20 +195,23 @@ class Fit:
 
     def _is_over(self, ends: bool) -> bool:
         """Whether the run ends after this step; if so, it is saved."""
-        if self._preemption.was_requested():
-            self.history.stopped = "asked to stop (SIGTERM)"
-            self._save(is_last=True)
-            self._display.message(f"asked to stop: ended after step {self.history.step}{self._where_saved()}")
-            return True
-        if ends:
-            self.history.stopped = "a callback ended it"
-            self._save(is_last=True)
-            return True
-        return False
+        reason = self._preemption.reason()
+        if reason == TERMINATED:
+            self.history.stopped, shown = "asked to stop (SIGTERM)", "asked to stop"
+        elif reason == OUT_OF_TIME:
+            self.history.stopped = shown = f"max_time of {self.options.max_time:g} s is over"
+        elif not ends:
+            return False
+        self._save(is_last=True)
+        if reason:
+            self._display.message(f"{shown}: ended after step {self.history.step}{self._where_saved()}")
+        return True
 
     def _step(self, batch: Any) -> bool:
         """One step with its callbacks and checkpoint; whether a callback ends the run."""
         trainer, began = self.engine.ready, time.perf_counter()
+        if time.monotonic() >= self._deadline:
+            self._preemption.request(OUT_OF_TIME)
         self._preemption.start_check()
         with self._observed(trainer):
             loss, is_skipped = self._trained(trainer, batch)
@@ -228,10 +235,13 @@ class Fit:
         )
         if trainer.steps % self.options.look_every == 0:
             self._sample(self.info)
-        asks = [bool(each.on_step(self.engine, self.info)) for each in self._callbacks]
+        asked = [each for each in self._callbacks if each.on_step(self.engine, self.info)]
+        every = self.options.evaluate_every
+        if every is not None and trainer.steps % every == 0 and self.loader.state_dict()["position"]:
+            asked += self._evaluate(self.info)
         if self._is_due() and self.loader.state_dict()["position"]:  # else after the evaluation of the epoch
             self._save()
-        return self._agreed(any(asks))
+        return self._agreed(asked)
 
     @contextlib.contextmanager
     def _observed(self, trainer: Trainer) -> Iterator[None]:
@@ -247,9 +257,13 @@ class Fit:
                 observers.enter_context(self._profile.recording(trainer))
             yield
 
-    def _agreed(self, ends: bool) -> bool:
-        """Whether a callback of the user ends the run, on any rank."""
-        return bool(self._given) and any(self.engine.comm.all_gather_object(ends))
+    def _agreed(self, asked: Sequence[Callback]) -> bool:
+        """Whether a callback ends the run, on any rank; why is then in the history."""
+        if not self._given:
+            return False
+        reasons = self.engine.comm.all_gather_object(asked[0].reason if asked else "")
+        self.history.stopped = next(filter(None, reasons), "")
+        return bool(self.history.stopped)
 
     def _trained(self, trainer: Trainer, batch: Any) -> tuple[float, bool]:
         """The loss of a training step, and whether the step was skipped because it is not finite."""
@@ -302,17 +316,25 @@ class Fit:
             done, epoch = self.engine.ready.steps, self.loader.epoch
             self.info = StepInfo(done, epoch, self.options.epochs, self.steps, self._loss, (), 0, None, 0.0)
         info = self.info
-        if self.validation is not None:
-            values = evaluation.evaluate(self.engine.ready, self.validation, self.engine.metrics)
-            info.values = {f"validation_{name}": value for name, value in values.items()}
-            self.history.values.append(info.values)
-        asks = [bool(each.on_epoch(self.engine, info)) for each in self._callbacks]
-        if self._agreed(any(asks)):
-            self.history.stopped = "a callback ended it"
+        info.ends_epoch = True
+        is_evaluated = self.history.evaluated[-1:] == [info.step]  # by evaluate_every
+        asked = [] if self.validation is None or is_evaluated else self._evaluate(info)
+        asked += [each for each in self._callbacks if each.on_epoch(self.engine, info)]
+        if self._agreed(asked) and self.options.progress:
+            self._display.message(f"ended after step {info.step}: {self.history.stopped}")
         self._ended = self.loader.state_dict()["epoch"]
         if self.options.save_every is None or self._is_due() or self.history.stopped:
             self._saved = -1  # a checkpoint saved at this step does not include the end of the epoch
             self._save()
+
+    def _evaluate(self, info: StepInfo) -> list[Callback]:
+        """Evaluate the validation data; callbacks that ask to end the run."""
+        assert self.validation is not None
+        values = evaluation.evaluate(self.engine.ready, self.validation, self.engine.metrics)
+        info.values = {f"validation_{name}": value for name, value in values.items()}
+        self.history.values.append(info.values)
+        self.history.evaluated.append(info.step)
+        return [each for each in self._callbacks if each.on_evaluation(self.engine, info)]
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -325,6 +347,7 @@ class Fit:
             self._saved = step
             state = self.loader.state_dict()
             own = {**self.engine.own_state(), "began": self._began, "ended": self._ended}
+            own["callbacks"] = [each.state_dict() for each in self._given]
             if self.info is not None and math.isfinite(self.info.loss):
                 own["loss"] = self.info.loss
             self._checkpoints.save(self.engine.ready, step, state, own, wait=is_last)
@@ -355,6 +378,16 @@ class Fit:
         self._began = restored.extra.get("began", 0)
         self._ended = restored.extra.get("ended", self.loader.epoch)
         self._loss = restored.extra.get("loss", math.nan)
+        states = restored.extra.get("callbacks", [])
+        if len(states) == len(self._given):
+            for each, state in zip(self._given, states, strict=True):
+                if state:
+                    each.load_state_dict(state)
+        elif any(states):
+            self._display.message(
+                f"the state of callbacks is not restored: the checkpoint has that of {len(states)}, and there are "
+                f"{len(self._given)}"
+            )
         under = "" if restored.plan == str(self.engine.plan) else f", saved under plan {restored.plan}"
         if restored.note:
             self._display.message(restored.note)

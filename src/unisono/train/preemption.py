@@ -1,7 +1,7 @@
-"""Preemption: SIGTERM, which schedulers send before they take a machine away.
+"""Preemption: SIGTERM, which schedulers send before they take a machine away; and the end of a run's time.
 
-The signal reaches ranks at different times, so none may act on it alone: an all_reduce, which overlaps with the step,
-informs all ranks whether any of them has received it.
+The signal reaches ranks at different times, and their clocks differ, so none may act alone: an all_reduce, which
+overlaps with the step, informs all ranks whether any of them is to stop.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ GRACE = 60.0  # seconds between SIGTERM and SIGKILL that the launcher grants, fo
 _GRACE_VARIABLE = "UNISONO_GRACE"  # overrides it
 
 
+NOT, OUT_OF_TIME, TERMINATED = range(3)  # reasons to stop; of several ranks' reasons, the largest is that of all
+
+
 class Preemption:
-    """Notes SIGTERM while `listening`. Every rank calls `start_check` before a step and `was_requested` after it."""
+    """Notes SIGTERM while `listening`. Every rank calls `start_check` before a step and `reason` after it."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._requested = threading.Event()
+        self._reason = NOT
         self._flag = torch.zeros(1, dtype=torch.int32)
         self._pending: Handle | None = None
 
-    def request(self) -> None:
-        """As if the signal had been received."""
-        self._requested.set()
+    def request(self, reason: int = TERMINATED) -> None:
+        """Stop all ranks after the next step."""
+        self._reason = max(self._reason, reason)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -43,7 +46,7 @@ class Preemption:
             return
 
         def note(signum: int, frame: FrameType | None) -> None:
-            self._requested.set()
+            self.request()
 
         before = signal.signal(signal.SIGTERM, note)
         failure.request_grace(float(os.environ.get(_GRACE_VARIABLE, GRACE)))
@@ -55,13 +58,13 @@ class Preemption:
 
     def start_check(self) -> None:
         if self._comm.size > 1:
-            self._flag.fill_(int(self._requested.is_set()))
+            self._flag.fill_(self._reason)
             self._pending = self._comm.all_reduce(self._flag, "max", async_op=True)
 
-    def was_requested(self) -> bool:
-        """Whether any rank had received the signal when the step began."""
+    def reason(self) -> int:
+        """Why all ranks stop after this step; NOT if none of them had a reason when the step began."""
         if self._comm.size == 1:
-            return self._requested.is_set()
+            return self._reason
         assert self._pending is not None
         self._pending.wait()
-        return bool(self._flag.item())
+        return int(self._flag.item())

@@ -90,10 +90,9 @@ class Display(Callback):
         spaces = 4
         return self._console.width - len(f"epoch {epoch}") - self._bar_width - steps - len("0:00:00") - spaces
 
-    def on_epoch(self, engine: Engine, info: StepInfo) -> None:
-        if info.values:
-            shown = ", ".join(f"{name} {value:.4g}" for name, value in info.values.items())
-            self.message(f"epoch {info.epoch}: {shown}")
+    def on_evaluation(self, engine: Engine, info: StepInfo) -> None:
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in info.values.items())
+        self.message(f"{f'epoch {info.epoch}' if info.ends_epoch else f'step {info.step}'}: {shown}")
 
     def on_end(self, engine: Engine, info: StepInfo | None) -> None:
         if self._bar is not None:

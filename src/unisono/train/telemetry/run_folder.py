@@ -90,9 +90,8 @@ class RunFolder(Callback):
     def on_step(self, engine: Engine, info: StepInfo) -> None:
         self._log(info.step, info.numbers())
 
-    def on_epoch(self, engine: Engine, info: StepInfo) -> None:
-        if info.values:
-            self._log(info.step, {"step": info.step, "epoch": info.epoch, **info.values})
+    def on_evaluation(self, engine: Engine, info: StepInfo) -> None:
+        self._log(info.step, {"step": info.step, "epoch": info.epoch, **info.values})
 
     def _log(self, step: int, numbers: dict[str, Any]) -> None:
         if self._lines is None:
