@@ -162,6 +162,24 @@ class Evaluated(Net):
         return y if self.training else y * self.b.weight.square().sum()
 
 
+class Mixing(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y - y.mean(0)
+
+
+def mixes_samples(comm: Communicator, plan: str) -> None:
+    """Found on the first batch, also where weights are rounded."""
+    for run in (lambda trainer: trainer.step(batch(0)), lambda trainer: trainer.model(batch(0)[0])):
+        trainer = parallelize(Mixing, plan, loss=loss, optimizer=adam, precision="bf16", seed=3)
+        with pytest.raises(UsageError, match="samples"):
+            run(trainer)
+
+
+def test_models_that_mix_samples_are_refused(pools: Pools) -> None:
+    pools("gloo", 2).run(mixes_samples, "dp=2,zero=1")
+
+
 def outside_training(comm: Communicator, plan: str) -> None:
     def of(model: type[nn.Module], precision: str) -> Trainer:
         return parallelize(model, plan, loss=loss, optimizer=adam, precision=precision, seed=3)

@@ -47,6 +47,7 @@ from unisono.errors import UsageError
 from unisono.mesh.random import random_ops
 from unisono.mesh.random.state import SampleDim
 from unisono.parallel import autograd_collectives
+from unisono.parallel.checks.rounded_weights import widened
 from unisono.parallel.checks.samples import Samples, find_samples
 from unisono.parallel.data.bucket import summed_axes
 from unisono.parallel.data.clip import TorchClipping
@@ -184,10 +185,11 @@ class OwnLoop:
             return
         self._tries_samples = False
         self._samples = trainer.samples
-        if self._samples is None and self._cp is None and not trainer.rounds_weights:
+        if self._samples is None and self._cp is None and not (trainer.rounds_weights and trainer.plan.zero == 3):
             self._calls.append(_ModelCall(is_own=True))  # so that the runs of the trial are none of the user's
             try:
-                self._samples = find_samples(trainer.model, (inputs, None))
+                with widened(trainer.model) as can_run:
+                    self._samples = find_samples(trainer.model, (inputs, None)) if can_run else None
             finally:
                 self._calls.pop()
 

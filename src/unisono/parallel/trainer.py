@@ -24,6 +24,7 @@ from unisono.mesh.optimizers import fused
 from unisono.mesh.random.state import Key, RandomState, SampleDim
 from unisono.parallel.checks.optimizer_scope import require_elementwise_hooks, run_own_hooks_last
 from unisono.parallel.checks.parameter_reads import ParameterReads
+from unisono.parallel.checks.rounded_weights import widened
 from unisono.parallel.checks.samples import Samples, find_samples
 from unisono.parallel.compile.regions import Compilation, eager_regions
 from unisono.parallel.context.context import Context
@@ -396,8 +397,8 @@ class Trainer:
 
     def _tried_samples(self, batch: Batch, loss: Callable[[Any, Any], torch.Tensor] | None) -> Samples | None:
         """Find out where samples are, on the first samples of some ranks' parts; all ranks refuse alike."""
-        if self.rounds_weights:
-            return None  # outside autocast the model cannot be run
+        if self.rounds_weights and self.plan.zero == 3:
+            return None  # gathered in a half dtype, the model cannot be run outside autocast
         mine = self._mine(batch)
         comm = self.mesh.comm(*DATA)
         few = [batch_slice(mine.batch, 0, 2, self.batch_dim)]
@@ -406,8 +407,9 @@ class Trainer:
         samples, refusal = None, None
         try:
             together = joined_batches(few, self.batch_dim)
-            with eager_regions():
-                samples = find_samples(self.model, together, self.batch_dim, loss, self.plan.microbatches)
+            with eager_regions(), widened(self.model) as can_run:
+                if can_run:
+                    samples = find_samples(self.model, together, self.batch_dim, loss, self.plan.microbatches)
         except UsageError as error:
             refusal = str(error)
         for message in self.mesh.comm(*self.mesh.names).all_gather_object(refusal):

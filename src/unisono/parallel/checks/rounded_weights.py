@@ -3,12 +3,14 @@
 The optimizer has their float32 values, each rank those of its shard. A forward under autocast rounds such a weight
 anyway, so training is exact. Outside of it the model would be another than on one device: `model.state_dict()` and a
 copy of the model (an exponential moving average) would have rounded weights, and layers that are called outside
-torch.autocast would multiply by them, or fail. These are refused.
+torch.autocast would multiply by them, or fail. These are refused. The trial of the model on a few samples, which runs
+without autocast, has them in float32 (`widened`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +18,9 @@ from torch import nn
 
 from unisono.errors import UsageError
 from unisono.parallel.float8 import Float8Linear
+from unisono.parallel.precision import HALVES, model_dtype
+
+_MOST_WIDENED = 2**28  # elements, which take 1 GiB in float32
 
 
 def refuse_float32_uses(model: nn.Module, rounded: Collection[str], plan: str) -> None:
@@ -49,6 +54,24 @@ def refuse_float32_uses(model: nn.Module, rounded: Collection[str], plan: str) -
                 )
 
 
+@contextlib.contextmanager
+def widened(model: nn.Module) -> Iterator[bool]:
+    """In the block, the model has its rounded weights in float32, to be tried outside autocast; False where they are
+    too large for that."""
+    rounded = [each for each in model.parameters() if model_dtype(each) != each.dtype]
+    if sum(each.numel() for each in rounded) > _MOST_WIDENED:
+        yield False
+        return
+    kept = [each.data for each in rounded]
+    for each in rounded:
+        each.data = each.data.to(model_dtype(each))
+    try:
+        yield True
+    finally:
+        for each, data in zip(rounded, kept, strict=True):
+            each.data = data
+
+
 class _Refusal:
     def __init__(self, message: str) -> None:
         self._message = message
@@ -61,9 +84,9 @@ def _require_autocast(message: str) -> Any:
     def before(module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        weight = next(each for each in module._parameters.values() if each is not None)
-        if not torch.is_autocast_enabled(weight.device.type):
-            raise UsageError(message)
+        for each in module._parameters.values():
+            if each is not None and each.dtype in HALVES and not torch.is_autocast_enabled(each.device.type):
+                raise UsageError(message)
 
     return before
 
