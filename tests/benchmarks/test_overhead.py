@@ -21,6 +21,7 @@ ROUNDS = 2
         ("pp", "torch Schedule1F1B"),
     ],
 )
+@pytest.mark.thorough
 def test_contestants_reach_the_same_losses(group: str, rival: str) -> None:
     ranks = uni.spawn(overhead.compete, 2, "gloo", (group, TINY, ROUNDS), timeout=120)
     losses = ranks[0]["losses"]

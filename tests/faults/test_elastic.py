@@ -68,6 +68,7 @@ def test_the_job_goes_on_without_a_host_that_is_gone(two_hosts: Hosts, tmp_path:
     assert steps == list(range(1, STEPS + 1))
 
 
+@pytest.mark.thorough
 @pytest.mark.hosts
 def test_a_host_that_falls_silent_is_noticed(two_hosts: Hosts, tmp_path: Path) -> None:
     """The first of the list, where the ranks' store was."""

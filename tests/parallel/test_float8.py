@@ -139,6 +139,7 @@ def compiled(comm: Communicator) -> list[list[float]]:
     return found
 
 
+@pytest.mark.thorough
 def test_compiled_layers_are_float8(pools: Pools) -> None:
     eager, with_compile, exact = pools("gloo", 1).run(compiled)[0]
     assert with_compile == pytest.approx(eager, rel=1e-12)

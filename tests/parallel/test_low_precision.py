@@ -375,6 +375,7 @@ def learned(comm: Communicator, precision: str, plan: str) -> float:
     return float(trainer.evaluate(batch(0)))
 
 
+@pytest.mark.thorough
 def test_small_steps_are_not_lost(pools: Pools) -> None:
     pool = pools("gloo", 2)
     nearest = pool.run(learned_in_place)[0]

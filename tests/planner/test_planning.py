@@ -158,6 +158,7 @@ ALONE = {"pp=4,microbatches=4": (1, 3), "pp=2,cp=2,schedule=zbv,microbatches=4":
 STATE_ALONE = {"dp=2,ep=2,pp=2,microbatches=2": (3,)}
 
 
+@pytest.mark.thorough
 def test_any_rank_alone_takes_what_it_takes_among_others(pools: Callable[[str, int], RankPool]) -> None:
     """Middle and last stages, both ends of a V, cp and ep: the state to the byte, the peak to 3%."""
     together = pools("gloo", 4).run(_measured_together)

@@ -38,7 +38,8 @@ REACH = {"slim": 1, "slim on more ranks": 3, "moe": 2, "conv": 1}  # plans befor
 
 
 @pytest.mark.parametrize(
-    "case", ["slim", "moe", "conv", pytest.param("slim on more ranks", marks=pytest.mark.thorough)]
+    "case",
+    ["moe", "conv", *(pytest.param(case, marks=pytest.mark.thorough) for case in ("slim", "slim on more ranks"))],
 )
 def test_from_plan_to_plan(pools: Callable[[str, int], RankPool], tmp_path: Path, case: str) -> None:
     plans, task = PLANS[case], case.partition(" ")[0]
