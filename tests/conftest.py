@@ -60,7 +60,9 @@ def _leave_out_thorough(config: pytest.Config, items: list[pytest.Item]) -> None
     """See thorough.py. With --all, and where tests are asked for by name, all run."""
     from tests.thorough import left_out, unknown
 
-    is_full = config.args == config.getini("testpaths") and not config.option.lf  # --last-failed skips other files
+    is_full = config.args == config.getini("testpaths") and not config.getoption(
+        "lf", False
+    )  # --last-failed skips other files
     if is_full and (names := unknown(items)):
         raise pytest.UsageError(f"tests/thorough.py names {', '.join(names)}, which are no tests")
     if config.option.all or any("::" in argument for argument in config.args):

@@ -18,6 +18,7 @@ needs_the_command = pytest.mark.skipif(
 )
 
 
+@pytest.mark.thorough
 @needs_the_command
 def test_ranks_from_a_hostfile_with_all_flags(tmp_path: Path) -> None:
     """One slot, and two ranks: the host's slots are taken twice, as VQNet's own examples want."""

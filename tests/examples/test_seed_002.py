@@ -61,6 +61,7 @@ def test_what_the_table_compares_with_is_trained() -> None:
         assert 0 < step < 0.2, (name, step)
 
 
+@pytest.mark.thorough
 def test_the_table_at_the_documents_width() -> None:
     """`--full`, of which one way and one batch have to do here."""
     ran = run_example("seeds/002_paddle/table.py", "--ways", "manual_mp", "--batches", "1", number=1)

@@ -46,6 +46,7 @@ def on_two_hosts(made: Hosts, folder: Path, *arguments: str) -> Run:
     return run
 
 
+@pytest.mark.thorough
 @pytest.mark.hosts
 def test_the_job_goes_on_without_a_host_that_is_gone(two_hosts: Hosts, tmp_path: Path) -> None:
     assert ON_PAGE is not None

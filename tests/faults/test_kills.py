@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.faults import program
 from tests.launch.harness import Run
 from tests.ranks import RankPool
@@ -46,6 +48,7 @@ def test_kills_in_forward_in_a_collective_and_while_saving_lose_nothing(
     assert ids == list(range(1, 19))
 
 
+@pytest.mark.thorough
 def test_sigterm_saves_first_and_fewer_ranks_go_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = Run(["run", "-n", "2", PROGRAM, str(folder), "auto", "none", "100000"], tmp_path)

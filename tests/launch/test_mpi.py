@@ -118,6 +118,7 @@ def test_a_rank_that_ends_last_is_left_to_end(tmp_path: Path, variables: dict[st
     assert (done.returncode, done.stdout, done.stderr) == (0, "[1] finalized False\n", "")
 
 
+@pytest.mark.thorough
 def test_a_rank_that_ends_well_but_without_a_word_is_missed(tmp_path: Path) -> None:
     """MPI has no connections that break. The timeout is half an hour."""
     write_script(

@@ -110,6 +110,7 @@ def test_the_pages_commands(hosts: Hosts, tmp_path: Path, command: str) -> None:
         assert done.stdout.splitlines() == [output] * 8, done.stderr
 
 
+@pytest.mark.thorough
 def test_this_host_needs_no_ssh(hosts: Hosts, tmp_path: Path) -> None:
     write_script(tmp_path, ALL_REDUCE)
     done = _run(hosts, tmp_path, "-H", "localhost:1,node1:1", "script.py").finish()

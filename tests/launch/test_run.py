@@ -8,6 +8,8 @@ import pty
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.launch.harness import Run, write_script
 
 ALL_REDUCE = """
@@ -80,6 +82,7 @@ def test_a_rank_is_like_a_process_of_its_own(tmp_path: Path) -> None:
         }
 
 
+@pytest.mark.thorough
 def test_ranks_that_share_a_host_have_one_thread_each(tmp_path: Path) -> None:
     """... in libraries too that go by what they found when the process was loaded that ranks are forked from."""
     write_script(
@@ -109,6 +112,7 @@ def test_modules_and_python_words(tmp_path: Path) -> None:
     assert done.stdout == "[0] ['script.py', '-u']\n"
 
 
+@pytest.mark.thorough
 def test_a_file_of_the_users_shadows_nothing_of_the_launchers(tmp_path: Path) -> None:
     for name in ("json", "selectors", "socket", "torch"):
         write_script(tmp_path, "raise RuntimeError('shadowed')", f"{name}.py")

@@ -222,6 +222,7 @@ def test_after_cuda_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         uni.spawn(total, 2, args=(1.0,))
 
 
+@pytest.mark.thorough
 def test_over_mpi() -> None:
     pytest.importorskip("mpi4py")
     assert uni.spawn(mpi_total, 3, backend="mpi", args=(1,)) == [(0, 6), (1, 6), (2, 6)]

@@ -129,6 +129,7 @@ def test_experts_are_planned_for() -> None:
     assert any(plan.ep > 1 for plan in search.scheduled())
 
 
+@pytest.mark.thorough
 def test_a_dry_run_has_the_predicted_state() -> None:
     """Rank 5 of 256 in a process of its own: what it holds is what the planner says."""
     plan = Plan.parse("dp=64,tp=4,sp,zero=1")

@@ -116,6 +116,7 @@ def _out_of_memory(comm: Any, hardware: str) -> Any:
         return engine.predicted()
 
 
+@pytest.mark.thorough
 def test_a_plan_that_runs_out_of_memory_on_one_rank_is_dropped(
     pools: Callable[[str, int], RankPool], wrong: str
 ) -> None:

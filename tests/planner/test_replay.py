@@ -143,6 +143,7 @@ def _chosen(comm: Any, task: Task) -> tuple[Choice, Choice, Choice]:
         return raced, modelled, prediction(Plan(tp=2), job, comm, CPU, {})
 
 
+@pytest.mark.thorough
 def test_auto_finds_one_plan_on_all_ranks(pools: Callable[[str, int], RankPool]) -> None:
     first, second = pools("gloo", 2).run(_chosen, tasks.short)
     assert first == second

@@ -223,6 +223,7 @@ def resumed(comm: Any, plan: str, folder: str) -> Any:
     return seen.ids, history.losses, history.first_step
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_in_mid_epoch_under_another_plan(
     tmp_path: Path, alone: dict[str, Any], pools: Callable[[str, int], RankPool]
 ) -> None:

@@ -146,6 +146,7 @@ def with_own_loaders(comm: Any, folder: str) -> None:
         engine().fit(loader, shuffle=True)
 
 
+@pytest.mark.thorough
 def test_dataloaders_of_ones_own(pools: Pools, tmp_path: Path) -> None:
     pools("gloo", 2).run(with_own_loaders, str(tmp_path / "run"))
 

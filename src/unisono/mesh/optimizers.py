@@ -132,7 +132,7 @@ def require_elementwise_hooks(optimizer: Optimizer) -> None:
     everywhere = (global_optimizer_pre_hooks, global_optimizer_post_hooks)
     hooks = [hook for held in own for hook in held.values() if not getattr(hook, "is_elementwise", False)]
     for hook in (*hooks, *(hook for held in everywhere for hook in held.values())):
-        if _is_unisonos(hook):
+        if is_unisonos(hook):
             continue
         name = getattr(hook, "__qualname__", type(hook).__name__)
         raise UsageError(
@@ -145,13 +145,13 @@ def require_elementwise_hooks(optimizer: Optimizer) -> None:
 def run_own_hooks_last(optimizer: Optimizer) -> None:
     """After a step, let unisono's hooks run after those that a user has registered later."""
     hooks: Any = optimizer._optimizer_step_post_hooks
-    are_ours = [_is_unisonos(hook) for hook in hooks.values()]
+    are_ours = [is_unisonos(hook) for hook in hooks.values()]
     if are_ours != sorted(are_ours):
         for key in [key for key, is_ours in zip(hooks, are_ours, strict=True) if is_ours]:
             hooks.move_to_end(key)
 
 
-def _is_unisonos(hook: Any) -> bool:
+def is_unisonos(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).partition(".")[0] == "unisono"
 
 

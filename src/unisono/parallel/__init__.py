@@ -17,6 +17,7 @@ float8                linear layers in float8
 master_weights        bfloat16 parameters: float32 copies, or steps that are rounded without them
 checks/               what cannot be right, refused before ranks communicate
 meta/                 models without memory, and their values where a rank needs them
+cuda_graph            a step on one GPU as a CUDA graph
 loop                  a training loop of the user's own
 static/               marks and to_static
 full_state            state as one process would have it

@@ -33,6 +33,7 @@ from unisono.parallel.checks.updated_buffers import require_steady_buffers
 from unisono.parallel.compile.regions import without_compiled
 from unisono.parallel.compose import Composition, compose, example_inputs, schedule_of
 from unisono.parallel.context.sequence import require_sound_blocks
+from unisono.parallel.cuda_graph import require_capturable
 from unisono.parallel.data import batchnorm
 from unisono.parallel.expert.expert import needs_full_batch
 from unisono.parallel.float8 import require_float8
@@ -73,6 +74,7 @@ def parallelize(
     on_ready: Callable[[DeferredModel], None] | None = None,
     batch: str = "global",
     batch_dim: BatchDim = 0,
+    cudagraph: bool = False,
 ) -> Trainer:
     """Put a plain model under a plan; every rank calls it alike, and trains with the Trainer's `step`.
 
@@ -86,7 +88,8 @@ def parallelize(
     as it will be trained, before the plan is applied to it. batch: what ranks will give, "global", all of them the same
     batch, of which each takes its part, or "local", each data rank its own samples. batch_dim: along which dim of a
     batch's tensors samples are: 1 for time-major batches, (1, 0) for time-major inputs with targets that have samples
-    first, None instead of a tensor without samples, as in ({"x": 0, "edges": None}, 0).
+    first, None instead of a tensor without samples, as in ({"x": 0, "edges": None}, 0). cudagraph: on one GPU, run
+    steps as a CUDA graph (see cuda_graph.py).
     """
     if batch not in ("global", "local"):
         raise UsageError(f'parallelize(batch={batch!r}): expected "global" or "local"')
@@ -116,6 +119,8 @@ def parallelize(
     are_rules_given = rules is not None
     refuse_what_cannot_be_right(plan, full)
     precision.require_dtypes(full, optimizer)
+    if cudagraph:
+        require_capturable(plan, full, precision)
     if precision.float8(full).chosen and not precision.is_emulated:
         device = next(parameter.device for parameter in full.parameters())
         require_float8(comm.device if device.type == "meta" else device)
@@ -196,6 +201,8 @@ def parallelize(
                 f"precision=fp16 with {type(trainer.optimizer).__name__}, which evaluates the model several times in a "
                 "step: one that overflows could not be taken back; use bf16 or fp32"
             )
+        if cudagraph:
+            trainer.capture_steps()
         if plan.pp == 1:
             OwnLoop(trainer)
         else:

@@ -28,6 +28,7 @@ from unisono.parallel.checks.rounded_weights import widened
 from unisono.parallel.checks.samples import Samples, find_samples
 from unisono.parallel.compile.regions import Compilation, eager_regions
 from unisono.parallel.context.context import Context
+from unisono.parallel.cuda_graph import GraphedStep, require_capturable_optimizer
 from unisono.parallel.data.batchnorm import has_batchnorm
 from unisono.parallel.data.clip import TorchClipping, clip_by_norm, clip_by_value
 from unisono.parallel.data.data_parallel import DataParallel
@@ -103,6 +104,7 @@ class Trainer:
     holds_shards: bool = False  # whether the optimizer has less than all of every parameter
     torch_clipping: TorchClipping | None = None  # of gradients that are sharded, in a loop of the user's own
     compilation: Compilation | None = None  # of a plan with compile
+    cuda_graph: GraphedStep | None = None  # with cudagraph=True
     reads: ParameterReads | None = None  # of parameters by other modules than their own, until each mode has shown none
     rounds_weights: bool = False  # whether the model has weights in a half dtype that are float32 in the user's
     batch: str = "global"  # what ranks give: "global", all of them the same batch, or "local", their own samples
@@ -151,10 +153,24 @@ class Trainer:
             look(batch)
         if takes_closure(self.optimizer):
             return self._step_with_closure(batch)
+        if self.cuda_graph is not None:
+            steps, share = self.steps, self._mine(batch)
+            loss, self.norm = self.cuda_graph(share.batch)
+            self.steps, self.last_batch_size = steps + 1, share.of
+            return loss
+        return self._eager_step(batch)[0]
+
+    def _eager_step(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The loss, and the norm of the gradients where they are clipped."""
         self.zero_grad()
         loss = self.backward(batch)
         self.update()
-        return loss
+        return loss, self.norm
+
+    def capture_steps(self) -> None:
+        """From now on, `step` runs as a CUDA graph."""
+        require_capturable_optimizer(self.optimizer)
+        self.cuda_graph = GraphedStep(self._eager_step, self.model, self.optimizer, lambda: self.random.has_drawn)
 
     def zero_grad(self) -> None:
         """Forget all gradients, also of parameters that the optimizer was not given."""
@@ -611,6 +627,8 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state of the same model, saved under this or another plan; every rank calls it."""
         optimized = dict(self.optimized())
+        if self.cuda_graph is not None:
+            self.cuda_graph.forget()
         load_tensors(self.model, optimized, self.mesh, state["model"])
         load_full_state(self.optimizer, optimized.items(), self.mesh, state["optimizer"], state["model"])
         self.replicas.publish()

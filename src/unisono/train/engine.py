@@ -76,7 +76,8 @@ class Engine:
     `fit`, `evaluate` and `predict`. batch_dim: the dim of samples in a batch, as for uni.parallelize: 1 for time-major
     batches, which the engine's loader then makes. race: with plan="auto", the plans with the best predictions take a
     few real steps each, and the fastest is chosen; without, the
-    best prediction is. compile: as `compile` in a plan, also for plan="auto"."""
+    best prediction is. compile: as `compile` in a plan, also for plan="auto". cudagraph: on one GPU, run
+    steps as a CUDA graph, for small models."""
 
     def __init__(
         self,
@@ -96,6 +97,7 @@ class Engine:
         batch_dim: BatchDim = 0,
         race: bool = True,
         compile: bool = False,
+        cudagraph: bool = False,
         collate: Collate | None = None,
     ) -> None:
         self._batch_dim = require_batch_dim(batch_dim)
@@ -117,6 +119,9 @@ class Engine:
         if compile and isinstance(self._plan, Plan):
             self._plan = self._plan.but(compile=True)
         self._compile = compile
+        if not isinstance(cudagraph, bool):
+            raise UsageError(f"Engine(cudagraph={cudagraph!r}): expected True or False")
+        self._cudagraph = cudagraph
         self._precision = Precision.of(precision)
         if clip is not None and (not isinstance(clip, int | float) or isinstance(clip, bool) or not clip >= 0):
             raise UsageError(f"Engine(clip={clip!r}): expected a number of at least 0, or None")
@@ -172,6 +177,7 @@ class Engine:
             rules=self._rules,
             check=self._check,
             batch_dim=self._batch_dim,
+            cudagraph=self._cudagraph,
             **self._options(),
         )
         self.trainer.chosen = chosen

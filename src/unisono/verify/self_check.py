@@ -111,7 +111,8 @@ def parallelize(
     give, "global", all of them the same batch, of which each takes its part, or "local", each data rank its own
     samples. batch_dim: along which dim of a batch's tensors samples are: 1 for time-major batches, (1, 0) for
     time-major inputs with targets that have samples first, None for a tensor without samples, as in
-    ({"x": 0, "edges": None}, 0).
+    ({"x": 0, "edges": None}, 0). cudagraph: on one GPU, run steps as a CUDA graph, which launches all kernels at once;
+    for small models.
     """
     plan = plan_of_job(plan)
     plan = Plan.parse(plan) if isinstance(plan, str) else plan

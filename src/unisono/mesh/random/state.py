@@ -106,6 +106,11 @@ class RandomState:
         self._calls_before: Counter[str] | None = None  # before the first of the microbatches that follow each other
         self._remembered: dict[int, Draw] = {}
 
+    @property
+    def has_drawn(self) -> bool:
+        """Whether random numbers were drawn in this step."""
+        return bool(self._calls)
+
     def name_modules(self, model: torch.nn.Module, prefix: str = "") -> None:
         """Identify calls by module name, so that a rank that runs only some of the modules draws the same numbers.
 
