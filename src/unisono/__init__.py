@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from unisono.train.data.partitioner import DataPartitioner as DataPartitioner
     from unisono.train.data.partitioner import split_data as split_data
     from unisono.train.data.sampler import DistributedBatchSampler as DistributedBatchSampler
+    from unisono.train.ema import EMA as EMA
     from unisono.train.engine import Engine as Engine
     from unisono.train.metrics import Accuracy as Accuracy
     from unisono.train.metrics import Metric as Metric
@@ -58,6 +59,7 @@ _HOME = {
     "BatchLoss": "unisono.parallel.loss.batch_loss",
     "Callback": "unisono.train.callbacks",
     "EarlyStopping": "unisono.train.callbacks",
+    "EMA": "unisono.train.ema",
     "Engine": "unisono.train.engine",
     "Metric": "unisono.train.metrics",
     "Perplexity": "unisono.train.metrics",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from unisono.train.engine import Engine
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -90,6 +91,10 @@ class Callback:
 
     def on_step(self, engine: Engine, info: StepInfo) -> bool | None:
         """After each step."""
+
+    def evaluating(self, engine: Engine) -> contextlib.AbstractContextManager[None]:
+        """Entered around each evaluation, and around the `on_evaluation` of all callbacks."""
+        return contextlib.nullcontext()
 
     def on_evaluation(self, engine: Engine, info: StepInfo) -> bool | None:
         """After each evaluation, with its values: at the end of an epoch, and after every `evaluate_every` steps."""

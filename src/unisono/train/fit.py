@@ -330,11 +330,14 @@ class Fit:
     def _evaluate(self, info: StepInfo) -> list[Callback]:
         """Evaluate the validation data; callbacks that ask to end the run."""
         assert self.validation is not None
-        values = evaluation.evaluate(self.engine.ready, self.validation, self.engine.metrics)
-        info.values = {f"validation_{name}": value for name, value in values.items()}
-        self.history.values.append(info.values)
-        self.history.evaluated.append(info.step)
-        return [each for each in self._callbacks if each.on_evaluation(self.engine, info)]
+        with contextlib.ExitStack() as scopes:
+            for each in self._given:
+                scopes.enter_context(each.evaluating(self.engine))
+            values = evaluation.evaluate(self.engine.ready, self.validation, self.engine.metrics)
+            info.values = {f"validation_{name}": value for name, value in values.items()}
+            self.history.values.append(info.values)
+            self.history.evaluated.append(info.step)
+            return [each for each in self._callbacks if each.on_evaluation(self.engine, info)]
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 

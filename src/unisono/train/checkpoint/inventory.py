@@ -2,7 +2,7 @@
 
 model.<parameter or buffer>            of a parameter the optimizer's copy, which may have higher precision
 optimizer.<parameter>.<key>            sharded like the parameter, or common to all its holders (a step count)
-extra....                              added by the caller
+extra....                              added by the caller; what is ByParameter is sharded like the parameters
 random.<rank>.<device>                 torch's own generators of a rank
 
 State that is no tensor is encoded as JSON (`encoded`, `decoded`): a manifest contains no pickle.
@@ -37,6 +37,13 @@ class Entry:
     shape: tuple[int, ...]  # of the full tensor
     held: list[Chunk]
     written: list[Chunk]  # by this rank
+
+
+@dataclass(frozen=True)
+class ByParameter:
+    """Tensors in `extra`, one for each parameter by its name, each sharded like its parameter."""
+
+    tensors: dict[str, torch.Tensor]
 
 
 @dataclass
@@ -141,9 +148,14 @@ class _InventoryCollector:
     def _encoded(self, value: Any, name: str, *, is_writer: bool) -> Any:
         """As JSON; on all ranks, so that all of them refuse a value that cannot be saved."""
         tensors: dict[str, torch.Tensor] = {}
-        json = encoded(value, name, tensors)
+        sharded: dict[str, ByParameter] = {}
+        json = encoded(value, name, tensors, sharded)
         for entry, tensor in tensors.items() if is_writer else ():
             self._add_common(entry, tensor)
+        for entry, by_parameter in sharded.items():
+            optimized = dict(self.trainer.optimized())
+            for parameter, tensor in by_parameter.tensors.items():
+                self._add_sharded(f"{entry}.{parameter}", tensor, parameter, optimized[parameter])
         return json
 
     def _state(self, name: str, parameter: torch.Tensor) -> Any:
@@ -185,17 +197,21 @@ def is_sharded_like(value: Any, parameter: torch.Tensor) -> bool:
 Tensors = dict[str, torch.Tensor]
 
 
-def encoded(value: Any, name: str, tensors: Tensors) -> Any:
-    """The value as JSON; its tensors are added to `tensors`. For numbers, strings, None, lists, tuples and dicts."""
+def encoded(value: Any, name: str, tensors: Tensors, sharded: dict[str, ByParameter]) -> Any:
+    """The value as JSON; its tensors are added to `tensors`, and those by parameter to `sharded`. For numbers, strings,
+    None, lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         tensors[name] = value.detach()
         return {"tensor": name}
+    if isinstance(value, ByParameter):
+        sharded[name] = value
+        return {"by parameter": name}
     if isinstance(value, list):
-        return [encoded(each, f"{name}.{number}", tensors) for number, each in enumerate(value)]
+        return [encoded(each, f"{name}.{number}", tensors, sharded) for number, each in enumerate(value)]
     if isinstance(value, tuple):
-        return {"tuple": [encoded(each, f"{name}.{number}", tensors) for number, each in enumerate(value)]}
+        return {"tuple": [encoded(each, f"{name}.{number}", tensors, sharded) for number, each in enumerate(value)]}
     if isinstance(value, dict):
-        pairs = [[_key(key, name), encoded(each, f"{name}.{key}", tensors)] for key, each in value.items()]
+        pairs = [[_key(key, name), encoded(each, f"{name}.{key}", tensors, sharded)] for key, each in value.items()]
         return {"dict": pairs}
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -213,15 +229,20 @@ def _key(key: Any, name: str) -> Any:
     return key
 
 
-def decoded(value: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
-    """The inverse of `encoded`; `tensor_of` returns the tensor of a name."""
+def decoded(
+    value: Any, tensor_of: Callable[[str], torch.Tensor], sharded_of: Callable[[str], ByParameter] | None = None
+) -> Any:
+    """The inverse of `encoded`; `tensor_of` returns the tensor of a name, `sharded_of` tensors by parameter."""
     if isinstance(value, list):
-        return [decoded(each, tensor_of) for each in value]
+        return [decoded(each, tensor_of, sharded_of) for each in value]
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
     if kind == "tensor":
         return tensor_of(content)
+    if kind == "by parameter":
+        assert sharded_of is not None
+        return sharded_of(content)
     if kind == "tuple":
-        return tuple(decoded(each, tensor_of) for each in content)
-    return {key: decoded(each, tensor_of) for key, each in content}
+        return tuple(decoded(each, tensor_of, sharded_of) for each in content)
+    return {key: decoded(each, tensor_of, sharded_of) for key, each in content}

@@ -20,7 +20,7 @@ from unisono.parallel.trainer import Trainer
 from unisono.train.checkpoint.chunk_files import IndexReader
 from unisono.train.checkpoint.chunks import Chunk, full_chunk, held_chunks
 from unisono.train.checkpoint.dcp_planners import ChunkLoadPlanner
-from unisono.train.checkpoint.inventory import Entry, decoded, dtype_name, named_tensors
+from unisono.train.checkpoint.inventory import ByParameter, Entry, decoded, dtype_name, named_tensors
 from unisono.train.checkpoint.manifest import Manifest
 from unisono.train.checkpoint.saving import cause_of
 
@@ -71,7 +71,7 @@ class Restoration:
                 {key: decoded(value, self._common) for key, value in group["values"].items()}
                 for group in self.manifest.optimizer["groups"]
             ]
-            extra = decoded(self.manifest.extra, self._common)
+            extra = decoded(self.manifest.extra, self._common, self._by_parameter)
             generators = self._generators()
             read_entries(self.folder, self.manifest, self._entries)
             self._install(states, groups)
@@ -113,6 +113,17 @@ class Restoration:
     def _common(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
         self._entries.append(full_entry(name, self.manifest, device))
         return self._entries[-1].tensor
+
+    def _by_parameter(self, prefix: str) -> ByParameter:
+        """Empty tensors, sharded like the parameters on this rank, to be filled."""
+        tensors = {}
+        for name, parameter in self.trainer.optimized():
+            about = self.manifest.tensors.get(f"{prefix}.{name}")
+            if about is not None:
+                dtype = getattr(torch, about["dtype"])
+                tensors[name] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+                self._add_sharded(f"{prefix}.{name}", tensors[name], parameter)
+        return ByParameter(tensors)
 
     def _state(self, name: str, parameter: torch.Tensor) -> dict[str, Any]:
         """Empty optimizer state of a parameter on this rank, to be filled."""
