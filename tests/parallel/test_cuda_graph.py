@@ -22,7 +22,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 class Net(nn.Module):
     def __init__(self, dropout: float = 0.0, counts: bool = False, reads: bool = False) -> None:
         super().__init__()
-        self.first, self.second, self.norm = nn.Linear(16, 32), nn.Linear(32, 8), nn.BatchNorm1d(32)
+        self.first, self.second, self.norm = nn.Linear(16, 32, bias=False), nn.Linear(32, 8), nn.BatchNorm1d(32)
         self.dropout, self.counts, self.reads, self.calls = dropout, counts, reads, 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,8 @@ def _loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def _batch(seed: int, size: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
     drawn = torch.Generator().manual_seed(seed)
-    inputs, targets = torch.randn(size, 16, generator=drawn), torch.randint(-1, 8, (size,), generator=drawn)
+    inputs = torch.randn(size, 16, generator=drawn)
+    targets = inputs[:, :8].argmax(1).masked_fill(torch.rand(size, generator=drawn) < 0.2, -1)
     return inputs.to(DEVICE), targets.to(DEVICE)
 
 
@@ -89,7 +90,7 @@ def test_steps_are_those_of_eager_ones(kind: str, plan: str) -> None:
     assert losses == pytest.approx(expected[0], rel=1e-4)
     assert norms == pytest.approx(expected[1], rel=1e-3)
     torch.testing.assert_close(parameters, expected[2], rtol=1e-3, atol=1e-4)
-    assert losses[0] > 1.05 * losses[-1]
+    assert min(losses[6:]) < losses[0] - 0.1
     assert all(isinstance(group["lr"], float) for group in trainer.optimizer.param_groups)
 
 

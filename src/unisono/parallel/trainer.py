@@ -175,8 +175,10 @@ class Trainer:
     def zero_grad(self) -> None:
         """Forget all gradients, also of parameters that the optimizer was not given."""
         self.optimizer.zero_grad()
-        for parameter in (*self.model.parameters(), *(each for _, each in self.optimized())):
+        for parameter in self.model.parameters():
             parameter.grad = None
+        for _, each in self.optimized() if self.replicas.has_copies else ():
+            each.grad = None
         self.forget_gradients()
 
     def _step_with_closure(self, batch: Batch) -> torch.Tensor:

@@ -32,10 +32,12 @@ def gradient_norm(
     """The norm of all gradients of the full model. Every rank of the mesh calls it, after gradients are summed."""
     norm_type = _checked(norm_type)
     skipped = {id(parameter) for parameter in uncounted}
+    # Of the ranks that hold the same shard, the first one counts it.
+    not_first = {axis for axis in mesh.names if axis != STAGES and mesh.index(axis) != 0}
     mine = [
         parameter.grad.detach()
         for parameter in _once(parameters)
-        if parameter.grad is not None and id(parameter) not in skipped and _counts(parameter, mesh)
+        if parameter.grad is not None and id(parameter) not in skipped and not_first <= {*layout_of(parameter).axes}
     ]
     stacks = [
         torch.stack(foreach_norm(alike, norm_type)).double()
@@ -85,12 +87,6 @@ def clip_by_value(parameters: Iterable[torch.Tensor], limit: float) -> None:
     for parameter in _once(parameters):
         if parameter.grad is not None:
             parameter.grad.detach().clamp_(-limit, limit)
-
-
-def _counts(parameter: torch.Tensor, mesh: Mesh) -> bool:
-    """Whether this rank counts its shard, rather than another rank that has the same."""
-    sharded = (*layout_of(parameter).axes, STAGES)
-    return all(mesh.index(axis) == 0 for axis in mesh.names if axis not in sharded)
 
 
 def _alike(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
