@@ -50,6 +50,10 @@ if TYPE_CHECKING:
     from unisono.train.metrics import Accuracy as Accuracy
     from unisono.train.metrics import Metric as Metric
     from unisono.train.metrics import Perplexity as Perplexity
+    from unisono.train.telemetry.loggers import Logger as Logger
+    from unisono.train.telemetry.loggers import MLflowLogger as MLflowLogger
+    from unisono.train.telemetry.loggers import TensorBoardLogger as TensorBoardLogger
+    from unisono.train.telemetry.loggers import WandbLogger as WandbLogger
     from unisono.verify.self_check import parallelize as parallelize
 
 __version__ = "0.1.0"
@@ -61,6 +65,8 @@ _HOME = {
     "EarlyStopping": "unisono.train.callbacks",
     "EMA": "unisono.train.ema",
     "Engine": "unisono.train.engine",
+    "Logger": "unisono.train.telemetry.loggers",
+    "MLflowLogger": "unisono.train.telemetry.loggers",
     "Metric": "unisono.train.metrics",
     "Perplexity": "unisono.train.metrics",
     "Communicator": "unisono.comm.communicator",
@@ -71,6 +77,7 @@ _HOME = {
     "Plan": "unisono.plan.plan",
     "Program": "unisono.graph.program.program",
     "Task": "unisono.parallel.task",
+    "TensorBoardLogger": "unisono.train.telemetry.loggers",
     "Trainer": "unisono.parallel.trainer",
     "parallelize": "unisono.verify.self_check",
     "Mesh": "unisono.mesh.mesh",
@@ -92,6 +99,7 @@ _HOME = {
     "spawn": "unisono.launch.spawn",
     "split_data": "unisono.train.data.partitioner",
     "StagedProgram": "unisono.parallel.static.to_static",
+    "WandbLogger": "unisono.train.telemetry.loggers",
     "apply_marks": "unisono.parallel.static.marked",
     "to_static": "unisono.parallel.static.to_static",
     "world": "unisono.comm.rendezvous.world",

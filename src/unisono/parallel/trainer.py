@@ -30,7 +30,7 @@ from unisono.parallel.compile.regions import Compilation, eager_regions
 from unisono.parallel.context.context import Context
 from unisono.parallel.cuda_graph import GraphedStep, require_capturable_optimizer
 from unisono.parallel.data.batchnorm import has_batchnorm
-from unisono.parallel.data.clip import TorchClipping, clip_by_norm, clip_by_value
+from unisono.parallel.data.clip import TorchClipping, clip_by_norm, clip_by_value, gradient_norm, weight_norm
 from unisono.parallel.data.data_parallel import DataParallel
 from unisono.parallel.expert.expert import collect_aux, has_moe
 from unisono.parallel.full_state import full_optimizer, full_tensors_in, load_full_state, load_tensors
@@ -262,10 +262,25 @@ class Trainer:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """torch.nn.utils.clip_grad_norm_ for the full model, of which a rank may have shards; every rank calls it."""
         self.replicas.complete()
-        named = dict(self.optimized())
+        counted, uncounted = self._counted()
+        return clip_by_norm([*counted, *uncounted], max_norm, self.mesh, norm_type, uncounted=uncounted)
+
+    def gradient_norm(self) -> torch.Tensor:
+        """The 2-norm of the full model's gradients, after `backward`; every rank calls it."""
+        self.replicas.complete()
+        counted, uncounted = self._counted()
+        return gradient_norm([*counted, *uncounted], self.mesh, uncounted=uncounted)
+
+    def weight_norm(self) -> torch.Tensor:
+        """The 2-norm of the full model's parameters; every rank calls it."""
+        counted, uncounted = self._counted()
+        return weight_norm([*counted, *uncounted], self.mesh, uncounted)
+
+    def _counted(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What the optimizer updates, and of it what another stage counts in norms."""
         elsewhere = self.tied.elsewhere if self.tied is not None else frozenset()
-        uncounted = [parameter for name, parameter in named.items() if name in elsewhere]
-        return clip_by_norm(named.values(), max_norm, self.mesh, norm_type, uncounted=uncounted)
+        named = list(self.optimized())
+        return [each for name, each in named if name not in elsewhere], [e for name, e in named if name in elsewhere]
 
     def clip_grad_value_(self, limit: float) -> None:
         """torch.nn.utils.clip_grad_value_ for the full model."""

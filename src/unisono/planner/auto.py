@@ -115,6 +115,7 @@ def _choice(search: Search, best: Candidate) -> Choice:
         int(best.footprint.total),
         best.footprint.parts(),
         [search.memory.of_rank(best.plan, stages, rank).parts() for rank in range(best.plan.pp)],
+        flops=search.profile.flops,
     )
 
 

@@ -37,6 +37,7 @@ class Choice:
     why: list[tuple[str, str]] = field(default_factory=list)  # neighbours, and what each lacks
     note: str = ""  # why nothing is predicted
     reason: str = ""  # why it cannot run, as its replay showed
+    flops: float | None = None  # of a forward on one sample
     race: list[Lap] = field(default_factory=list)  # of plans that took real steps, or were to
 
     def about(self) -> dict[str, Any]:

@@ -46,6 +46,10 @@ class StepInfo:
     skipped: bool = False  # the loss was not finite and no update was made
     values: dict[str, float] = field(default_factory=dict)  # of metrics, after an evaluation
     ends_epoch: bool = False
+    is_logged: bool = True  # whether `log_every` has the step in logs
+    gradient_norm: float | None = None  # of the full model, before clipping; with `norms`, in steps that are logged
+    weight_norm: float | None = None  # of the full model, after the step
+    mfu: float | None = None  # model FLOPs utilization: the share of the devices' peak, where that is known
 
     def numbers(self) -> dict[str, Any]:
         """As a line of the log of the run."""
@@ -59,6 +63,10 @@ class StepInfo:
         }
         if self.tokens is not None:
             line["tokens_per_second"] = self.tokens / self.seconds if self.seconds else None
+        line |= {f"rate_{number}": rate for number, rate in enumerate(self.rates) if number}
+        for name in ("gradient_norm", "weight_norm", "mfu"):
+            if getattr(self, name) is not None:
+                line[name] = getattr(self, name)
         if self.predicted is not None:
             line["predicted_seconds"] = self.predicted
         if self.memory:
@@ -85,6 +93,7 @@ class Callback:
     on any rank, ends the run on all ranks."""
 
     reason = "a callback ended it"  # History.stopped of a run that it ends
+    ends_runs = True  # whether it may return True; without such callbacks ranks need not agree after each step
 
     def on_start(self, engine: Engine, first_step: int, steps: int | None) -> None:
         """Before the first step: steps done before (after a resume), and steps of the full run."""
@@ -188,6 +197,8 @@ class EarlyStopping(BestValue):
 
 class SaveBest(BestValue):
     """Keeps a checkpoint of the step with the best value of a metric; `Engine.fit(save_best=...)` adds it."""
+
+    ends_runs = False
 
     def __init__(self, monitor: str, folder: Path) -> None:
         super().__init__(monitor)

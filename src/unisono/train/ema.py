@@ -39,6 +39,8 @@ class EMA(Callback):
     both the weights and the averages. In a loop of one's own, call `update(trainer)` after each step.
     """
 
+    ends_runs = False
+
     def __init__(self, decay: float = 0.999, *, every: int = 1, evaluate: bool = True) -> None:
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
             raise UsageError(f"EMA(decay={decay!r}): expected a number of at least 0 and less than 1, as 0.999")

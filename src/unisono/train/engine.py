@@ -54,6 +54,7 @@ from unisono.train.fit import Fit, History, Options
 from unisono.train.metrics import Function, Metric, named, number_of
 from unisono.train.telemetry.run_folder import RunFolder
 from unisono.train.telemetry.step_program import StepProgram
+from unisono.train.telemetry.step_trace import steps_of
 from unisono.verify.self_check import check_level, parallelize
 
 Scheduler = Callable[[Optimizer], Any]
@@ -403,6 +404,9 @@ class Engine:
         callbacks: Sequence[Callback] = (),
         progress: bool = True,
         look_every: int = 10,
+        log_every: int | None = None,
+        norms: bool = False,
+        profile_steps: str | None = None,
     ) -> History:
         """Train on the dataset; every rank calls it. It may be a uni.Loader or a torch DataLoader, which then decides
         on batch size and order, and whose batches are global or each rank's own, see Engine(batch=).
@@ -414,7 +418,10 @@ class Engine:
         "validation_loss"; the step with the best one is kept in the folder `best` of the run folder. drop_last:
         drop the last batch of an epoch if it is smaller. resume: continue from the newest valid one. nonfinite:
         "stop" at a loss that is NaN or infinite, or "skip" such steps.
-        look_every: steps between two samples of memory and stragglers.
+        look_every: steps between two samples of memory and stragglers. log_every: steps between two lines of the logs
+        (default: 1) and of the output that is no terminal (default: about 20 lines for a run). norms: log the norms of
+        gradients, before clipping, and of weights, of the full model. profile_steps: "10..12" writes the trace of
+        torch's profiler for these steps, one for each rank, to the run folder.
         """
         if save is not None and (not isinstance(save, str | Path) or not str(save)):
             raise UsageError(f"fit(save={save!r}): expected the path of a folder")
@@ -424,8 +431,13 @@ class Engine:
             if not isinstance(callbacks, Sequence) or not isinstance(each, Callback):
                 raise UsageError(f"fit(callbacks=...): {each!r}; expected a list of uni.Callback")
         options = Options(
-            epochs, steps, look_every, nonfinite, save_every, keep, resume, progress, evaluate_every, _seconds(max_time)
-        )
+            epochs, steps, look_every, nonfinite, save_every, keep, resume, progress, evaluate_every,
+            _seconds(max_time), log_every, norms, profile_steps,
+        )  # fmt: skip
+        if profile_steps is not None:
+            steps_of(profile_steps)
+            if save is None:
+                raise UsageError(f"fit(profile_steps={profile_steps!r}) needs save=FOLDER, the folder of the run")
         callbacks = [*callbacks, *self._best(save_best, save)]
         watched = next((type(each).__name__ for each in callbacks if isinstance(each, BestValue)), "")
         if validation is None and (watched or evaluate_every is not None):

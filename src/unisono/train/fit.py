@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
 import os
 import resource
@@ -24,9 +25,11 @@ from unisono.train.data.given_batches import GivenBatches
 from unisono.train.data.loader import Loader
 from unisono.train.data.sampler import require_whole_number
 from unisono.train.preemption import OUT_OF_TIME, TERMINATED, Preemption
+from unisono.train.telemetry.loggers import TensorBoardLogger
 from unisono.train.telemetry.progress import Display
 from unisono.train.telemetry.run_folder import RunFolder
 from unisono.train.telemetry.step_profile import StepProfile
+from unisono.train.telemetry.step_trace import StepTrace, device_peak
 from unisono.train.telemetry.straggler import BusyMonitor, straggler_message
 
 if TYPE_CHECKING:
@@ -69,13 +72,18 @@ class Options:
     progress: bool = True
     evaluate_every: int | None = None
     max_time: float | None = None  # seconds
+    log_every: int | None = None
+    norms: bool = False
+    profile_steps: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "steps", "look_every", "save_every", "evaluate_every"):
+        for name in ("epochs", "steps", "look_every", "save_every", "evaluate_every", "log_every"):
             if getattr(self, name) is not None:
                 require_whole_number(f"fit: {name}", getattr(self, name), 1)
         if self.nonfinite not in _NONFINITE:
             raise UsageError(f"fit(nonfinite={self.nonfinite!r}): expected one of {', '.join(_NONFINITE)}")
+        if not isinstance(self.norms, bool):
+            raise UsageError(f"fit(norms={self.norms!r}): expected True or False")
 
 
 class Fit:
@@ -100,17 +108,25 @@ class Fit:
         self.history = History()
         self.info: StepInfo | None = None
         self._loss = math.nan  # of the last step before a resume
-        self._display = Display(options.progress and engine.comm.rank == 0)
+        self._display = Display(options.progress and engine.comm.rank == 0, log_every=options.log_every)
         self._checkpoints = None if folder is None else Checkpoints(folder.checkpoints, keep=options.keep)
         self._saved = -1  # last saved step
         self._ended = loader.epoch  # epochs whose on_epoch was called
         self._given = list(callbacks)
         self._skips = options.nonfinite == "skip"
-        self._callbacks: list[Callback] = [self._display, *([folder] if folder else []), *callbacks]
+        self._callbacks: list[Callback] = [self._display]
+        if folder is not None:
+            self._callbacks.append(folder)
+            if importlib.util.find_spec("tensorboard") is not None:
+                self._callbacks.append(TensorBoardLogger(folder.path / "tensorboard"))
+        self._callbacks += callbacks
         self._preemption = Preemption(engine.comm)
         self._busy = BusyMonitor()
         self._is_compilation_reported = False
         self._profile = StepProfile()
+        self._trace = StepTrace(options.profile_steps, folder.path if folder else None, engine.comm.rank)
+        self._peak = device_peak(engine.device, engine.ready.precision.dtype)
+        self._gradient_norm: float | None = None
         self._deadline = math.inf if options.max_time is None else time.monotonic() + options.max_time
 
     # ---- the run -------------------------------------------------------------------------------------------------
@@ -150,6 +166,7 @@ class Fit:
             raise
         finally:
             self._busy.stop()
+            self._trace.stop()
             if self.folder is not None and self._profile.is_recorded:
                 measured = self._profile.as_json(self.engine.ready)
                 measured |= {"plan": str(self.engine.plan), "peak": peak_memory()}
@@ -213,10 +230,15 @@ class Fit:
         if time.monotonic() >= self._deadline:
             self._preemption.request(OUT_OF_TIME)
         self._preemption.start_check()
+        self._trace.before(trainer.steps + 1)
         with self._observed(trainer):
             loss, is_skipped = self._trained(trainer, batch)
         if self.engine.schedule is not None and not is_skipped:
             self.engine.schedule.step()
+        if written := self._trace.after(trainer.steps):
+            self._display.message(written)
+        choice, seconds = self.engine.choice, time.perf_counter() - began
+        is_logged = self._is_logged(trainer.steps)
         self.history.losses.append(loss)
         self.history.step = trainer.steps
         self.info = StepInfo(
@@ -228,11 +250,17 @@ class Fit:
             rates=tuple(float(group["lr"]) for group in trainer.optimizer.param_groups if "lr" in group),
             samples=trainer.last_batch_size,
             tokens=tokens_of(batch, trainer.last_batch_size),
-            seconds=time.perf_counter() - began,
-            predicted=None if self.engine.choice is None else self.engine.choice.seconds,
+            seconds=seconds,
+            predicted=None if choice is None else choice.seconds,
             ids=self.loader.ids,
             skipped=is_skipped,
+            is_logged=is_logged,
+            gradient_norm=self._gradient_norm,
+            weight_norm=float(trainer.weight_norm()) if self.options.norms and is_logged else None,
         )
+        if choice is not None and choice.flops and self._peak:
+            done = 3 * choice.flops * trainer.last_batch_size  # a backward computes twice what a forward does
+            self.info.mfu = done / seconds / (self._peak * self.engine.comm.size)
         if trainer.steps % self.options.look_every == 0:
             self._sample(self.info)
         asked = [each for each in self._callbacks if each.on_step(self.engine, self.info)]
@@ -259,7 +287,7 @@ class Fit:
 
     def _agreed(self, asked: Sequence[Callback]) -> bool:
         """Whether a callback ends the run, on any rank; why is then in the history."""
-        if not self._given:
+        if not any(each.ends_runs for each in self._given):
             return False
         reasons = self.engine.comm.all_gather_object(asked[0].reason if asked else "")
         self.history.stopped = next(filter(None, reasons), "")
@@ -267,8 +295,12 @@ class Fit:
 
     def _trained(self, trainer: Trainer, batch: Any) -> tuple[float, bool]:
         """The loss of a training step, and whether the step was skipped because it is not finite."""
+        self._gradient_norm = None
+        wants_norm = self.options.norms and self._is_logged(trainer.steps + 1)
         if takes_closure(trainer.optimizer):
             loss = float(trainer.step(batch))
+            if wants_norm:
+                self._gradient_norm = float(trainer.gradient_norm() if trainer.norm is None else trainer.norm)
             if not math.isfinite(loss):
                 raise self._nonfinite(loss, nonfinite.origin(trainer, batch), trainer.steps, _MAYBE_UPDATED)
             return loss, False
@@ -276,6 +308,8 @@ class Fit:
         trainer.zero_grad()
         loss = float(trainer.backward(batch))
         if math.isfinite(loss):
+            if wants_norm:
+                self._gradient_norm = float(trainer.gradient_norm())
             trainer.update()
             return loss, False
         if not self._skips:
@@ -289,6 +323,9 @@ class Fit:
         trainer.steps += 1
         self.history.skipped += 1
         return loss, True
+
+    def _is_logged(self, step: int) -> bool:
+        return step % (self.options.log_every or 1) == 0 or step == self.steps
 
     def _nonfinite(self, loss: float, origin: str, step: int, outcome: str) -> NonFiniteLoss:
         ids = self.loader.ids

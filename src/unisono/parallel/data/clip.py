@@ -30,18 +30,37 @@ def gradient_norm(
     uncounted: Collection[torch.Tensor] = (),
 ) -> torch.Tensor:
     """The norm of all gradients of the full model. Every rank of the mesh calls it, after gradients are summed."""
+    return _full_norm(parameters, lambda parameter: parameter.grad, mesh, norm_type, uncounted)
+
+
+def weight_norm(
+    parameters: Iterable[torch.Tensor], mesh: Mesh, uncounted: Collection[torch.Tensor] = ()
+) -> torch.Tensor:
+    """The 2-norm of all parameters of the full model. Every rank of the mesh calls it."""
+    return _full_norm(parameters, lambda parameter: parameter, mesh, 2.0, uncounted)
+
+
+def _full_norm(
+    parameters: Iterable[torch.Tensor],
+    value: Callable[[torch.Tensor], torch.Tensor | None],
+    mesh: Mesh,
+    norm_type: float,
+    uncounted: Collection[torch.Tensor],
+) -> torch.Tensor:
+    """Of one value for each parameter, sharded like it."""
     norm_type = _checked(norm_type)
     skipped = {id(parameter) for parameter in uncounted}
     # Of the ranks that hold the same shard, the first one counts it.
     not_first = {axis for axis in mesh.names if axis != STAGES and mesh.index(axis) != 0}
     mine = [
-        parameter.grad.detach()
+        found.detach()
         for parameter in _once(parameters)
-        if parameter.grad is not None and id(parameter) not in skipped and not_first <= {*layout_of(parameter).axes}
+        if (found := value(parameter)) is not None
+        and id(parameter) not in skipped
+        and not_first <= {*layout_of(parameter).axes}
     ]
     stacks = [
-        torch.stack(foreach_norm(alike, norm_type)).double()
-        for alike in _alike(gradient for gradient in mine if gradient.numel())
+        torch.stack(foreach_norm(alike, norm_type)).double() for alike in _alike(each for each in mine if each.numel())
     ]
     comm = mesh.comm()
     device = stacks[0].device if stacks else comm.device

@@ -21,7 +21,9 @@ _LINES = 20  # approximate number of plain lines for a run
 class Display(Callback):
     """Progress on rank 0; silent on the others."""
 
-    def __init__(self, is_shown: bool, console: Console | None = None) -> None:
+    def __init__(self, is_shown: bool, console: Console | None = None, log_every: int | None = None) -> None:
+        """log_every: steps between two plain lines; default: about 20 lines for a run."""
+        self._log_every = log_every
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._is_shown = is_shown
         self._bar: Progress | None = None
@@ -69,11 +71,16 @@ class Display(Callback):
             epoch = f"{info.epoch}/{info.epochs}"
             text = _step_text(info, self._memory, self._room(epoch))
             self._bar.update(self._task, completed=info.step, epoch=epoch, text=text, refresh=is_due)
-        elif is_last or self._last_line == 0 or info.step - self._last_line >= max(1, (self._steps or 1000) // _LINES):
+        elif is_last or self._is_line_due(info):
             self._last_line = info.step
             of = f"/{info.steps}" if info.steps else ""
             left = f", {_clock(self._seconds_left(info))} left" if info.steps else ""
             self.message(f"epoch {info.epoch} step {info.step}{of} {_step_text(info, self._memory)}{left}")
+
+    def _is_line_due(self, info: StepInfo) -> bool:
+        if self._log_every is not None:
+            return info.is_logged
+        return self._last_line == 0 or info.step - self._last_line >= max(1, (self._steps or 1000) // _LINES)
 
     def _seconds_left(self, info: StepInfo) -> float:
         """By the time of the run so far, including evaluations and checkpoints."""
@@ -109,7 +116,7 @@ def _step_text(info: StepInfo, memory: tuple[int, ...], room: int | None = None)
     return ", ".join(text for part, text in parts.items() if part in chosen).replace(", (", " (")
 
 
-_IMPORTANCE = ("loss", "step", "tokens", "samples", "predicted", "memory", "rate")
+_IMPORTANCE = ("loss", "step", "tokens", "samples", "mfu", "predicted", "memory", "rate", "norms")
 
 
 def _parts(info: StepInfo, memory: tuple[int, ...]) -> dict[str, str]:
@@ -120,6 +127,10 @@ def _parts(info: StepInfo, memory: tuple[int, ...]) -> dict[str, str]:
         parts["samples"] = f"{info.samples / info.seconds:.0f} samples/s"
         if info.tokens is not None:
             parts["tokens"] = f"{info.tokens / info.seconds:,.0f} tokens/s"
+    if info.mfu is not None:
+        parts["mfu"] = f"{info.mfu:.0%} MFU"
+    if info.gradient_norm is not None and info.weight_norm is not None:
+        parts["norms"] = f"gradient norm {info.gradient_norm:.3g}, weight norm {info.weight_norm:.4g}"
     parts["step"] = f"{1000 * info.seconds:.0f} ms/step"
     if info.predicted is not None:
         parts["predicted"] = f"(predicted {1000 * info.predicted:.0f})"

@@ -4,7 +4,8 @@ run.json          model, plan and time; one entry for each start
 steps.jsonl       one line for each step
 ranks/N.json      profile and program of one step on rank N, written at the end
 program.html      the program of a step beside that of one device
-tensorboard/      the numbers of steps.jsonl, if tensorboard is installed
+tensorboard/      the numbers of steps.jsonl, if tensorboard is installed (loggers.py)
+profile/          traces of torch's profiler, with fit(profile_steps=...)
 checkpoints/      see train/checkpoint/
 """
 
@@ -31,7 +32,6 @@ class RunFolder(Callback):
         self.path = Path(path)
         self._rank = rank
         self._lines: TextIO | None = None
-        self._board: Any = None
 
     @property
     def checkpoints(self) -> Path:
@@ -57,7 +57,6 @@ class RunFolder(Callback):
         starts.append({**about, "first_step": first_step, "time": time.time()})
         _write(self.path / "run.json", {"starts": starts})
         self._lines = open(self.path / "steps.jsonl", "a", encoding="utf-8")  # noqa: SIM115  # open for the run
-        self._board = _board(self.path / "tensorboard", first_step)
 
     @staticmethod
     def starts(path: Path) -> list[dict[str, Any]]:
@@ -88,7 +87,8 @@ class RunFolder(Callback):
         temporary.replace(file)
 
     def on_step(self, engine: Engine, info: StepInfo) -> None:
-        self._log(info.step, info.numbers())
+        if info.is_logged:
+            self._log(info.step, info.numbers())
 
     def on_evaluation(self, engine: Engine, info: StepInfo) -> None:
         self._log(info.step, {"step": info.step, "epoch": info.epoch, **info.values})
@@ -104,10 +104,6 @@ class RunFolder(Callback):
                 f"step {step} cannot be logged in {self._lines.name}: {error.strerror}; checkpoints are intact, and "
                 "resume=True continues from the newest"
             ) from None
-        if self._board is not None:
-            for name, value in numbers.items():
-                if name not in ("step", "slow") and isinstance(value, int | float):
-                    self._board.add_scalar(name, value, step)
 
     def write_program(self, page: str) -> None:
         """Write the page of the distributed program, if there is one; a full disk is not an error."""
@@ -123,23 +119,15 @@ class RunFolder(Callback):
             _write(self.path / "ranks" / f"{self._rank}.json", measured)
 
     def on_end(self, engine: Engine, info: StepInfo | None) -> None:
-        lines, board, self._lines, self._board = self._lines, self._board, None, None
-        for each in (lines, board):
+        lines, self._lines = self._lines, None
+        if lines is not None:
             with contextlib.suppress(OSError):  # the error has been raised before
-                each.close() if each is not None else None
+                lines.close()
 
 
 def _plain(value: Any) -> Any:
     """None for NaN and infinity, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _board(path: Path, first_step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(path), purge_step=first_step + 1)
 
 
 def _shown(model: Any) -> str:
