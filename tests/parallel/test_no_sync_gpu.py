@@ -100,4 +100,5 @@ def test_gpt(plan: str) -> None:
 def test_low_precision(plan: str, precision: str) -> None:
     if precision == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no float8")
-    _step_without_waiting(replace(GPT_TASK, precision=precision), Plan.parse(plan), 0)
+    wide = replace(CONFIG, width=256)
+    _step_without_waiting(replace(GPT_TASK, model=lambda: GPT(wide), precision=precision), Plan.parse(plan), 0)

@@ -100,7 +100,7 @@ class Runs:
 
     def starts_on(self, device: torch.device) -> torch.Tensor:
         if device not in self._copies:
-            self._copies[device] = self.starts.to(device)
+            self._copies[device] = self.starts.to(device, non_blocking=True)
         return self._copies[device]
 
 

@@ -26,6 +26,7 @@ from unisono.parallel.checks.rounded_weights import refuse_float32_uses
 from unisono.parallel.compile.loss import CompiledLoss
 from unisono.parallel.compile.regions import Compilation, compile_regions
 from unisono.parallel.context.context import Context, context_parallelize
+from unisono.parallel.context.sequence import SequenceParallel
 from unisono.parallel.data import batchnorm
 from unisono.parallel.data.bucket import is_summed
 from unisono.parallel.data.data_parallel import DataParallel
@@ -85,6 +86,7 @@ class Composition:
     compilation: Compilation | None = None
     head_width: HeadWidth | None = None
     context: Context | None = None
+    sequence: SequenceParallel | None = None
     stages: StageSplit | None = None
     schedule: Schedule | None = None
     parameters_of_all_stages: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -107,7 +109,7 @@ def compile_modules(made: Composition) -> None:
 
 def shard_layers(made: Composition) -> None:
     if made.plan.tp > 1:
-        tensor_parallelize(made.model, made.mesh, made.rules, sequence=made.plan.sequence)
+        made.sequence = tensor_parallelize(made.model, made.mesh, made.rules, sequence=made.plan.sequence)
         made.random.name_modules(made.model)  # those that replaced others, too: attention draws what it drops
 
 
@@ -217,7 +219,7 @@ def compose(made: Composition) -> Trainer:
     trainer = Trainer(
         model, plan, mesh, _global_loss(made), made.stepping, made.random, made.replicas, made.clip, made.context
     )
-    trainer.compilation = made.compilation
+    trainer.compilation, trainer.sequence = made.compilation, made.sequence
     trainer.head_width, trainer.model_loss, trainer.batch_dim = made.head_width, made.model_loss, made.batch_dim
     trainer.holds_shards = plan.zero > 0 or plan.pp > 1 or any(layout_of(p).splits for p in model.parameters())
     units = made.replicas.units if isinstance(made.replicas, ShardedOptimizer) else None

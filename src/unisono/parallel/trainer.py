@@ -28,6 +28,7 @@ from unisono.parallel.checks.rounded_weights import widened
 from unisono.parallel.checks.samples import Samples, find_samples
 from unisono.parallel.compile.regions import Compilation, eager_regions
 from unisono.parallel.context.context import Context
+from unisono.parallel.context.sequence import SequenceParallel
 from unisono.parallel.cuda_graph import GraphedStep, require_capturable_optimizer
 from unisono.parallel.data.batchnorm import has_batchnorm
 from unisono.parallel.data.clip import TorchClipping, clip_by_norm, clip_by_value, gradient_norm, weight_norm
@@ -48,6 +49,7 @@ from unisono.parallel.outputs import (
     zero_of,
 )
 from unisono.parallel.pipeline.generation import generated
+from unisono.parallel.pipeline.message import kind_of
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.tied import TiedGradients
 from unisono.parallel.precision import FULL, LossScaler, Precision, autocast
@@ -86,6 +88,7 @@ class Trainer:
     replicas: DataParallel | ShardedOptimizer
     clip: float | None = None
     context: Context | None = None
+    sequence: SequenceParallel | None = None
     pipeline: PipelineRuntime | None = None
     tied: TiedGradients | None = None
     precision: Precision = FULL
@@ -492,6 +495,8 @@ class Trainer:
         """The scope of what the pipeline computes for an action."""
         if self.on_microbatch is not None:
             self.on_microbatch(action.microbatch, action)
+        if self.sequence is not None:
+            self.sequence.enter_microbatch(kind_of(self._inputs(self._microbatches[action.microbatch])))
         with contextlib.ExitStack() as scopes:
             scopes.enter_context(self._microbatch(action.microbatch))
             if isinstance(self.replicas, ShardedOptimizer):

@@ -311,6 +311,10 @@ def runner() -> Callable[..., Any]:
 def failure_of(error: Exception) -> str:
     if type(error).__name__ in _RECOMPILED:
         return "it was compiled for as many different arguments or attributes as Dynamo's recompile_limit allows"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    shown = str(cause) or str(error)
+    lines = [line.strip() for line in shown.splitlines() if line.strip()]
     lines = [line for line in lines if not line.endswith("raised:")]
     return lines[0] if lines else type(error).__name__

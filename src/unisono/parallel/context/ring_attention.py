@@ -222,7 +222,7 @@ def _taken(mask: torch.Tensor, dim: int, positions: torch.Tensor) -> torch.Tenso
     """These positions of a mask, along a dim that may be 1 long or absent: the same for all."""
     if mask.dim() < -dim or mask.shape[dim] == 1:
         return mask
-    return mask.index_select(dim, positions.to(mask.device))
+    return mask.index_select(dim, positions.to(mask.device, non_blocking=True))
 
 
 class _RingGradients:

@@ -60,6 +60,8 @@ _FULL = "unisono_full"  # not sharded, in a block: the tensor that it is outside
 _USED = "unisono_used"  # outside: what blocks use instead
 _SHARDED = "unisono_sharded"  # returned by a block, beside its hidden states
 
+Kind = tuple[Any, ...]  # of a microbatch: the shapes of its inputs
+
 
 class SequenceRegion(Region):
     """Outside, every rank has its shard of the sequence."""
@@ -69,6 +71,8 @@ class SequenceRegion(Region):
         super().__init__(comm)
         self._outside_blocks = outside_blocks
         self.length: int | None = None  # of the full sequence that entered the blocks last
+        self.kind: Kind | None = None  # of the microbatch that runs, on a stage of a pipeline
+        self._exchanged: dict[Kind | None, list[int]] = {}  # lengths of shards by kind of microbatch
         self._tokens: list[int] = []
         self._own: torch.Tensor | None = None  # tokens of the block that runs
         self._like_own: list[torch.Tensor] = []  # tensors beside them with as many tokens, which are not sharded
@@ -157,17 +161,22 @@ class SequenceRegion(Region):
     def _shards_of(self, mine: int) -> list[int]:
         """All ranks' shards of the sequence of which this rank's one is so long.
 
-        A stage of a pipeline that does not have the first block has not seen it in full: there ranks exchange lengths.
+        A stage of a pipeline that does not have the first block has not seen it in full: there ranks exchange lengths,
+        once for each kind of microbatch.
         """
-        if self.length is None:
-            if self._outside_blocks is not None:
-                raise self._outside_blocks()
-            return [int(length) for length in self.comm.all_gather(torch.tensor([mine], device=self.comm.device))]
-        shards = self.shards(self.length)
+        if self.length is not None:
+            shards = self.shards(self.length)
+        elif self._outside_blocks is not None:
+            raise self._outside_blocks()
+        else:
+            if self.kind is None or self.kind not in self._exchanged:
+                lengths = self.comm.all_gather(torch.tensor([mine], device=self.comm.device))
+                self._exchanged[self.kind] = [int(length) for length in lengths]
+            shards = self._exchanged[self.kind]
         if shards[self.comm.rank] != mine:
             raise UsageError(
                 f"sequence parallelism: a layer inside the blocks was given {mine} tokens; expected this rank's "
-                f"{shards[self.comm.rank]} of {self.length}, or a tensor as the block was given it; leave sp out"
+                f"{shards[self.comm.rank]} of {sum(shards)}, or a tensor as the block was given it; leave sp out"
             )
         return shards
 
@@ -232,6 +241,10 @@ class SequenceParallel:
         is_pipeline = "pp" in mesh.names and mesh.size("pp") > 1
         outside = None if is_pipeline else partial(not_called, blocks, model, "sp")
         return cls(blocks, mesh.comm("tp"), full_sequence_modules(blocks, styles), outside)
+
+    def enter_microbatch(self, kind: Kind) -> None:
+        """A stage of a pipeline begins to run a microbatch of that kind."""
+        self._inside.kind = kind
 
     def region_of(self, name: str) -> Region:
         """The region of the layer of that name."""

@@ -79,7 +79,7 @@ class Tokens:
         """The full tensor of one that has the ranks' tokens one rank after the other; differentiable."""
         if self.in_order:
             return joined
-        return joined.index_select(dim, torch.cat(self._positions).argsort().to(joined.device))
+        return joined.index_select(dim, torch.cat(self._positions).argsort().to(joined.device, non_blocking=True))
 
     def seen(self, rank: int, by: int, causal: bool) -> list[tuple[slice, slice]]:
         """Which tokens of `rank` those of another rank `by` may look at: pairs of (slice of by's, slice of rank's).

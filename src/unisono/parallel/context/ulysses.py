@@ -82,8 +82,8 @@ class HeadSplit:
         mine, used = self.queries[rank], self.keys[rank]
         if len(mine) == len(used) * self._group:
             return x
-        indices = torch.tensor([head // self._group - used.start for head in mine], dtype=torch.long, device=x.device)
-        return x.index_select(1, indices)
+        indices = torch.tensor([head // self._group - used.start for head in mine], dtype=torch.long)
+        return x.index_select(1, indices.to(x.device, non_blocking=True))
 
 
 def _heads_for_tokens(

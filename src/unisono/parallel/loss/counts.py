@@ -28,6 +28,7 @@ class ExchangedCounts:
         self._name = name
         self._most = max((len(counts) for counts in predicted), default=0)
         self._agreed: Sequence[Count] | None = None
+        self.differs: PendingFlag | None = None  # whether ranks take other means, where that is on its way from a GPU
         taken = [len(counts) for counts in predicted]
         if comm is None or comm.size == 1:  # no one is asked, and what is on a GPU stays there
             self._require_same(len(set(taken)) <= 1)
@@ -44,10 +45,19 @@ class ExchangedCounts:
             self._agreed = self._read()
         return self._agreed
 
-    def _read(self) -> list[float]:
+    def _read(self) -> Sequence[Count]:
+        if self._message.is_cuda:  # nobody waits for the GPU: see GlobalLoss.settle
+            parts, means, squares = self._message[:3]
+            self.differs = PendingFlag(parts * squares != means**2)
+            return list(self._message[3 : 3 + self._most])
         parts, means, squares, *totals = self._message.tolist()
         self._require_same(parts * squares == means**2)
         return totals[: round(means / parts)] if parts else []
+
+    def settle(self) -> None:
+        """UsageError where ranks were found to take other means."""
+        if self.differs is not None:
+            self._require_same(not self.differs.read())
 
     def _require_same(self, takes_same: bool) -> None:
         if not takes_same:

@@ -72,6 +72,7 @@ class GlobalLoss:
         self._targets_dim: BatchDim = 0
         self._astray: list[torch.Tensor] = []
         self._surprises: list[PendingFlag] = []  # of the last step, on their way
+        self._exchanged: ExchangedCounts | None = None  # in the last step, of which the check may be on its way
 
     def expect(self, outputs: Sequence[SampleDim | None], targets: BatchDim) -> None:
         """Where samples are in the outputs, leaf by leaf (None: it has none), and in the targets."""
@@ -126,7 +127,7 @@ class GlobalLoss:
             self._full = self._totals = PredictedCounts(self._counted(_blank(full[0]), full[1]))
             return
         self._predicted = [self._counted(_blank(outputs), targets) for outputs, targets in microbatches]
-        self._totals = ExchangedCounts(name_of(self._loss), self._predicted, self._comm)
+        self._totals = self._exchanged = ExchangedCounts(name_of(self._loss), self._predicted, self._comm)
         if full is not None and self._is_quickly_counted(microbatches[-1][1]):
             self._full = self._predicted_counts(*full)
 
@@ -199,6 +200,9 @@ class GlobalLoss:
         """Hear what was counted in the last step, before anything is made of it. All ranks get the same: how many
         of them could count the full batch, and what was counted in fact."""
         self._read_surprises()
+        exchanged, self._exchanged = self._exchanged, None
+        if exchanged is not None:
+            exchanged.settle()
         reported, self._reported = self._reported, None
         if reported is None:
             return

@@ -47,8 +47,10 @@ Regions = Callable[[str], Region]
 _known: dict[int, tuple[nn.Module, dict[int, Rules]]] | None = None  # rules that a model shows, by ranks
 
 
-def tensor_parallelize(model: nn.Module, mesh: Mesh, rules: Rules | None = None, sequence: bool = False) -> nn.Module:
-    """Share the model's layers between the ranks of the mesh's axis "tp", in place; returns the model.
+def tensor_parallelize(
+    model: nn.Module, mesh: Mesh, rules: Rules | None = None, sequence: bool = False
+) -> SequenceParallel | None:
+    """Share the model's layers between the ranks of the mesh's axis "tp", in place; returns what shards its sequences.
 
     Every rank passes the same full model and keeps its shards. Without rules, the model's own plan is used (Hugging
     Face), then what is known of its classes, then what its blocks show.
@@ -56,7 +58,7 @@ def tensor_parallelize(model: nn.Module, mesh: Mesh, rules: Rules | None = None,
     ranks = mesh.size("tp")
     styles = require_shareable(model, ranks, rules)
     if ranks == 1:
-        return model
+        return None
     parallel = SequenceParallel.of(model, styles, mesh) if sequence else None
     comm = mesh.comm("tp")
     plain = Region(comm)
@@ -67,7 +69,7 @@ def tensor_parallelize(model: nn.Module, mesh: Mesh, rules: Rules | None = None,
     _shard_model(model, styles, comm, region_of)
     if parallel is not None:
         parallel.install()
-    return model
+    return parallel
 
 
 def _shard_model(model: nn.Module, styles: Styles, comm: Communicator, region_of: Regions) -> None:

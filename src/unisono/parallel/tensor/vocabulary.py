@@ -146,8 +146,10 @@ def vocab_parallel_cross_entropy(
     losses = _CrossEntropy.apply(logits, targets, comm, lengths, ignore_index, label_smoothing)
     if reduction == "none":
         return losses
-    counted = losses[targets != ignore_index]
-    return counted.sum() if reduction == "sum" else counted.mean()
+    total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))  # those of ignored targets are 0
+    if reduction == "mean":
+        total = total / (targets != ignore_index).sum()
+    return total.to(losses.dtype)
 
 
 def _lengths(mine: int, vocabulary: int | None, comm: Communicator) -> list[int]:
