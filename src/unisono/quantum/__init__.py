@@ -1,4 +1,4 @@
-"""Distributed, differentiable state-vector simulation of quantum circuits.
+"""Distributed, differentiable simulation of quantum circuits: state vectors, and density matrices.
 
     from unisono import quantum as uq
 
@@ -9,8 +9,9 @@ The names below load what they need on first use. In this folder is what users c
     storage      states on disk                           command     `unisono qsim`, which runs a job
     arguments    checks of what callers pass
 
-and below it, from the ground up: circuit/ (gates and circuits), observables/, schedule/ (when ranks exchange qubits),
-compile/ and kernels/ (operations on one rank's amplitudes), distributed/ (what each rank runs), gradients/, qasm/.
+and below it, from the ground up: circuit/ (gates, channels and circuits), observables/, schedule/ (when ranks exchange
+qubits), compile/ and kernels/ (operations on one rank's amplitudes), distributed/ (what each rank runs), gradients/,
+noise/ (density matrices and trajectories), qasm/.
 """
 
 from __future__ import annotations
@@ -19,6 +20,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from unisono.quantum.circuit.channels import Channel as Channel
+    from unisono.quantum.circuit.channels import amplitude_damping as amplitude_damping
+    from unisono.quantum.circuit.channels import bit_flip as bit_flip
+    from unisono.quantum.circuit.channels import depolarizing as depolarizing
+    from unisono.quantum.circuit.channels import kraus as kraus
+    from unisono.quantum.circuit.channels import pauli_channel as pauli_channel
+    from unisono.quantum.circuit.channels import phase_damping as phase_damping
+    from unisono.quantum.circuit.channels import phase_flip as phase_flip
     from unisono.quantum.circuit.circuit import Circuit as Circuit
     from unisono.quantum.circuit.operation import Operation as Operation
     from unisono.quantum.circuit.parameter import Affine as Affine
@@ -31,6 +40,10 @@ if TYPE_CHECKING:
     from unisono.quantum.circuit.templates import uccsd as uccsd
     from unisono.quantum.distributed.rank_groups import share as share
     from unisono.quantum.layer import Layer as Layer
+    from unisono.quantum.noise.density import DensityState as DensityState
+    from unisono.quantum.noise.model import with_noise as with_noise
+    from unisono.quantum.noise.trajectories import Trajectories as Trajectories
+    from unisono.quantum.noise.trajectories import trajectories as trajectories
     from unisono.quantum.observables.expectation import expectations as expectations
     from unisono.quantum.observables.observable import Hermitian as Hermitian
     from unisono.quantum.observables.observable import I as I
@@ -60,7 +73,9 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Affine": "circuit.parameter",
+    "Channel": "circuit.channels",
     "Circuit": "circuit.circuit",
+    "DensityState": "noise.density",
     "Hermitian": "observables.observable",
     "I": "observables.observable",
     "Layer": "layer",
@@ -70,22 +85,30 @@ _HOME = {
     "QasmError": "qasm",
     "Schedule": "schedule.schedule",
     "State": "state",
+    "Trajectories": "noise.trajectories",
     "X": "observables.observable",
     "Y": "observables.observable",
     "Z": "observables.observable",
+    "amplitude_damping": "circuit.channels",
     "amplitudes": "outputs",
+    "bit_flip": "circuit.channels",
     "counts": "outputs",
     "density": "outputs",
+    "depolarizing": "circuit.channels",
     "expectations": "observables.expectation",
     "feature": "circuit.parameter",
     "fidelity": "outputs",
     "from_qasm": "qasm",
     "hardware_efficient": "circuit.templates",
+    "kraus": "circuit.channels",
     "load": "storage",
     "load_qasm": "qasm",
     "maxcut": "circuit.templates",
     "measured": "shots",
     "overlap": "outputs",
+    "pauli_channel": "circuit.channels",
+    "phase_damping": "circuit.channels",
+    "phase_flip": "circuit.channels",
     "probabilities": "outputs",
     "qaoa": "circuit.templates",
     "samples": "outputs",
@@ -94,9 +117,11 @@ _HOME = {
     "share": "distributed.rank_groups",
     "simulate": "outputs",
     "strongly_entangling": "circuit.templates",
+    "trajectories": "noise.trajectories",
     "uccsd": "circuit.templates",
     "variances": "outputs",
     "weight": "circuit.parameter",
+    "with_noise": "noise.model",
 }
 
 __all__ = sorted(_HOME)

@@ -137,7 +137,7 @@ def read(job: QuantumJob, comm: Communicator | None) -> dict[str, Any]:
 
 def _answer(job: QuantumJob, comm: Communicator | None, found: dict[str, Any]) -> None:
     dtype: torch.dtype = getattr(torch, job.dtype)
-    values = {"weights": job.weights, "features": job.features}
+    values: dict[str, Any] = {"weights": job.weights, "features": job.features}
     measures = any(each.name == "measure" for each in job.circuit.operations)
     if job.shots is not None and measures:
         bits = measured(job.circuit, job.shots, comm=comm, seed=job.seed, dtype=dtype, **values)

@@ -7,7 +7,7 @@ density(state, (2, 5))            amplitudes(state, ["0000", "1111"])      fidel
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from itertools import product
@@ -28,7 +28,7 @@ from unisono.quantum.observables.application import applied, inner
 from unisono.quantum.observables.expectation import pauli_values
 from unisono.quantum.observables.observable import observables
 from unisono.quantum.schedule.step import Exchange
-from unisono.quantum.state import NORM_TOLERANCE, State, full_vector, require_state
+from unisono.quantum.state import NORM_TOLERANCE, State, full_vector, require_state, sampled
 
 MOST_PROBABILITIES = 26  # wires
 MOST_DENSITY = 10  # wires
@@ -66,7 +66,7 @@ def variances(state: State, of: Any) -> torch.Tensor:
 
 def probabilities(state: State, wires: Sequence[int] | int | None = None) -> torch.Tensor:
     """The probability of each reading of these wires (default: all), float64, the first wire most significant."""
-    chosen = _checked(require_state(state, "probabilities"), wires, MOST_PROBABILITIES)
+    chosen = checked_wires(require_state(state, "probabilities").wires, wires, MOST_PROBABILITIES)
     return state.total(_marginal(state, chosen, {})).cpu()
 
 
@@ -74,12 +74,17 @@ def samples(state: State, shots: int, *, seed: int = 0, wires: Sequence[int] | N
     """`shots` readings of these wires (default: all), uint8, (shots, wires). The state is not changed.
 
     Wires are drawn in the order given, a few at a time, each group given the bits before it."""
-    chosen = _checked(state, wires, require_state(state, "samples").wires)
+    chosen = checked_wires(require_state(state, "samples").wires, wires, state.wires)
     shots = require_shots(shots)
     draws = np.random.default_rng(require_seed(seed))
+    return samples_from(state, shots, chosen, lambda: draws.random(shots))
+
+
+def samples_from(state: State, shots: int, chosen: Sequence[int], uniforms: Callable[[], np.ndarray]) -> torch.Tensor:
+    """The same from uniform numbers, one for each shot whenever they are asked for."""
     read = np.zeros((shots, len(chosen)), dtype=np.uint8)
     for start, stop in _groups(len(chosen)):
-        uniform = draws.random(shots)
+        uniform = uniforms()
         before, which = np.unique(read[:, :start], axis=0, return_inverse=True)
         which = which.reshape(-1)
         picks = np.zeros(shots, dtype=np.int64)
@@ -89,8 +94,8 @@ def samples(state: State, shots: int, *, seed: int = 0, wires: Sequence[int] | N
             tables = state.total(torch.stack([_marginal(state, chosen[start:stop], fixed) for fixed in known]))
             for number, table in enumerate(tables.cpu().numpy(), start=first):
                 shots_here = np.flatnonzero(which == number)
-                picks[shots_here] = _drawn(table, uniform[shots_here])
-        picks = _agreed(state, picks)  # sums may differ in the last bit between ranks; readings must not
+                picks[shots_here] = sampled(table, uniform[shots_here])
+        picks = state.agreed(picks)  # sums may differ in the last bit between ranks; readings must not
         for at in range(start, stop):
             read[:, at] = picks >> (stop - 1 - at) & 1
     return torch.from_numpy(read)
@@ -131,7 +136,7 @@ def amplitudes(state: State, strings: Sequence[str]) -> torch.Tensor:
 
 def density(state: State, wires: Sequence[int]) -> torch.Tensor:
     """The reduced density matrix of a few wires, complex128, the first wire most significant."""
-    chosen = _checked(require_state(state, "density"), wires, MOST_DENSITY)
+    chosen = checked_wires(require_state(state, "density").wires, wires, MOST_DENSITY)
     if len(chosen) > state.wires - state.global_qubits:
         return _density_from_pauli_strings(state, chosen)
     with _local(state, chosen):
@@ -199,15 +204,15 @@ def require_shots(shots: int) -> int:
     return int(shots)
 
 
-def _checked(state: State, wires: Sequence[int] | int | None, most: int) -> tuple[int, ...]:
+def checked_wires(count: int, wires: Sequence[int] | int | None, most: int) -> tuple[int, ...]:
     try:
-        given: Any = range(state.wires) if wires is None else (wires,) if is_index(wires) else wires
+        given: Any = range(count) if wires is None else (wires,) if is_index(wires) else wires
         chosen = in_order(given)
     except TypeError:
         raise UsageError(f"wires {wires!r}: expected one wire or several") from None
-    bad = [wire for wire in chosen if not is_index(wire) or not 0 <= wire < state.wires]
+    bad = [wire for wire in chosen if not is_index(wire) or not 0 <= wire < count]
     if bad or len({int(wire) for wire in chosen}) != len(chosen):
-        raise UsageError(f"wires {chosen}: expected different wires of 0 to {state.wires - 1}")
+        raise UsageError(f"wires {chosen}: expected different wires of 0 to {count - 1}")
     if len(chosen) > most:
         raise UsageError(f"{len(chosen)} wires at once: at most {most} can be read so; name fewer")
     return tuple(int(wire) for wire in chosen)
@@ -219,19 +224,6 @@ def _groups(wires: int) -> Iterator[tuple[int, int]]:
         stop = min(wires, start + (_NEXT if start else _FIRST))
         yield start, stop
         start = stop
-
-
-def _drawn(table: np.ndarray, uniform: np.ndarray) -> np.ndarray:
-    """Outcomes with the probabilities of a table that need not sum to one; never one of probability zero."""
-    edges = np.cumsum(table)
-    picks = np.searchsorted(edges, uniform * edges[-1], side="right")
-    return np.minimum(picks, np.flatnonzero(table)[-1])
-
-
-def _agreed(state: State, picks: np.ndarray) -> np.ndarray:
-    if state.comm is None:
-        return picks
-    return state.comm.broadcast(torch.from_numpy(picks).to(state.device)).cpu().numpy()
 
 
 def _marginal(state: State, wires: Sequence[int], fixed: Mapping[int, int]) -> torch.Tensor:

@@ -18,14 +18,22 @@ import torch
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.quantum.arguments import require_comm, require_device, require_dtype, shown
+from unisono.quantum.circuit.channels import Superoperator
 from unisono.quantum.circuit.circuit import MOST, Circuit, require_circuit
 from unisono.quantum.circuit.parameter import finite_vector, is_index, require_seed
 from unisono.quantum.distributed.exchange import DEFAULT_CHUNK, borrow, chunks, exchange_blocks, summed
 from unisono.quantum.distributed.global_index_map import GlobalIndexMap
-from unisono.quantum.distributed.local_steps import Conditional, LocalExchange, LocalOperations, LocalStep, Measure
+from unisono.quantum.distributed.local_steps import (
+    Conditional,
+    Kraus,
+    LocalExchange,
+    LocalOperations,
+    LocalStep,
+    Measure,
+)
 from unisono.quantum.distributed.memory import require_room, zeros
 from unisono.quantum.distributed.program import QuantumProgram
-from unisono.quantum.kernels.reference import block
+from unisono.quantum.kernels.reference import apply_matrix, block
 from unisono.quantum.kernels.runner import require_kernel
 from unisono.quantum.schedule.schedule import Schedule
 
@@ -136,9 +144,11 @@ class State:
             self.apply(step, weights, features)
         elif isinstance(step, LocalExchange):
             self.exchange(step)
-        elif isinstance(step, Measure):
+        elif isinstance(step, Measure | Kraus):
             if self.holds(step.condition):
-                self._measure(step)
+                weights_ = self.outcomes(step)
+                outcome = int(self.agreed(drawn(weights_, self.draws.random(1)))[0])
+                self.collapse(step, outcome, weights_[outcome])
         elif isinstance(step, Conditional):
             if self.holds(step.operation.condition):
                 self.apply(LocalOperations((replace(step.operation, condition=()),)), weights, features)
@@ -150,6 +160,8 @@ class State:
         if not isinstance(run, LocalOperations):
             raise UsageError(f"apply of {shown(run)}: expected a Run of a Program, or state.run(circuit)")
         run.runner(self.wires - self.global_qubits, self.dtype, self.device, self.kernel)(self.local, weights, features)
+        if self.comm is not None and any(isinstance(each.gate, Superoperator) for each in run.operations):
+            self.norm_expected = self.norm()
 
     def exchange(self, step: LocalExchange) -> None:
         """Exchange blocks with other ranks; the norm must stay the same."""
@@ -274,18 +286,29 @@ class State:
             filled *= 2
         self.norm_expected = 1.0
 
-    def chance(self, step: Measure) -> tuple[float, float]:
-        """The weights of reading 1 and of reading anything."""
+    def outcomes(self, step: Measure | Kraus) -> np.ndarray:
+        """The squared norm of the state after each outcome: a bit that is read, or a channel's Kraus operator."""
+        if isinstance(step, Kraus):
+            if step.channel.probabilities is not None:
+                return np.array(step.channel.probabilities)
+            reduced = torch.view_as_complex(self.total(torch.view_as_real(_reduced(self.local, step.axes))))
+            return np.einsum("kij,ji->k", step.channel.effects, reduced.cpu().numpy()).real.clip(0)
         if step.axis is None:
             ones = squares(self.local) * step.value
         else:
             ones = squares(block(self.local, [step.axis], 1))
         one, both = self.total(torch.stack([ones, squares(self.local)])).tolist()
-        return one, both
+        return np.array([both - one, one])
 
-    def collapse(self, step: Measure, outcome: int, weight: float) -> None:
+    def collapse(self, step: Measure | Kraus, outcome: int, weight: float) -> None:
         """Keep the part of the state with this outcome, which has this weight, and put a reset wire back to 0."""
         kept = self.norm_expected / weight**0.5
+        if isinstance(step, Kraus):
+            scale = kept if step.channel.probabilities is None else weight**-0.5
+            matrix = step.channel.operators[outcome] * scale
+            if np.abs(matrix - matrix[0, 0] * np.eye(len(matrix))).max() > 1e-15:  # else a phase
+                apply_matrix(self.local, step.axes, matrix)
+            return
         if step.axis is None:
             self.local *= kept * (step.value == outcome)
         else:
@@ -302,11 +325,6 @@ class State:
         if self.comm is None:
             return outcomes
         return self.comm.broadcast(torch.from_numpy(outcomes).to(self.device)).cpu().numpy()
-
-    def _measure(self, step: Measure) -> None:
-        one, both = self.chance(step)
-        outcome = int(self.agreed(np.array([self.draws.random() < one / both], dtype=np.uint8))[0])
-        self.collapse(step, outcome, one if outcome else both - one)
 
     def holds(self, condition: Sequence[tuple[int, int]]) -> bool:
         """Whether the bits measured so far have these values."""
@@ -347,6 +365,31 @@ def _prepared(gates: Sequence[Any]) -> np.ndarray:
     for operation in gates:
         vector = operation.matrix(operation.angles()) @ vector
     return vector
+
+
+def sampled(table: np.ndarray, uniform: np.ndarray) -> np.ndarray:
+    """Outcomes with the probabilities of a table that need not sum to one; never one of probability zero."""
+    edges = np.cumsum(table)
+    picks = np.searchsorted(edges, uniform * edges[-1], side="right")
+    return np.minimum(picks, np.flatnonzero(table)[-1])
+
+
+def drawn(weights: np.ndarray, uniform: np.ndarray) -> np.ndarray:
+    """An outcome for each uniform number, low numbers standing for the last outcomes."""
+    return len(weights) - 1 - sampled(weights[::-1], uniform)
+
+
+_COLUMNS = 1 << 18
+
+
+def _reduced(local: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+    """This rank's part of the reduced density matrix of some axes, complex128."""
+    parts = [block(local, axes, value).reshape(-1) for value in range(1 << len(axes))]
+    total = torch.zeros((len(parts),) * 2, dtype=torch.complex128, device=local.device)
+    for columns in zip(*(part.split(_COLUMNS) for part in parts), strict=True):
+        matrix = torch.stack(columns).to(torch.complex128)
+        total += matrix @ matrix.conj().T
+    return total
 
 
 def require_state(state: Any, what: str) -> State:

@@ -4,6 +4,7 @@ Read in this order:
 
     parameter      angles: numbers, weights, features, and affine expressions of them
     gates          matrices, derivatives and inverses of the gates
+    channels       noise: Kraus channels and the circuit's methods for them
     operation      a gate on targets, under controls, with angles
     circuit        the circuit; its gate methods are in gate_methods
     templates      common ansatz circuits

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from unisono.errors import UsageError
 from unisono.quantum.arguments import shown
+from unisono.quantum.circuit.channels import ChannelMethods
 from unisono.quantum.circuit.gate_methods import GateMethods
 from unisono.quantum.circuit.gates import ALIASES, BARRIER, CONTROLLED, MEASURE, Gate, gate
 from unisono.quantum.circuit.growable import ChunkedList
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 MOST = 1 << 20  # wires, and classical bits
 
 
-class Circuit(GateMethods):
+class Circuit(GateMethods, ChannelMethods):
     """`wires` qubits that start in |0...0>, and `bits` classical bits that measurements write."""
 
     def __init__(self, wires: int, bits: int = 0) -> None:
@@ -62,7 +63,7 @@ class Circuit(GateMethods):
 
     @property
     def is_unitary(self) -> bool:
-        """No measurement, no reset, nothing that depends on a bit."""
+        """No measurement, no reset, no channel, nothing that depends on a bit."""
         return all(each.is_unitary or each.name == "barrier" for each in self._operations)
 
     def append(self, operation: Operation) -> Self:

@@ -57,7 +57,7 @@ def moves(gate: Gate) -> tuple[tuple[int, complex], ...] | None:
     if gate.parameters or not gate.unitary or gate.diagonal or gate.targets > _LARGEST_LOOK:
         return None
     matrix = gate.matrix()
-    if (np.abs(matrix) > 1e-12).sum() != len(matrix):
+    if (np.abs(matrix) > 1e-12).sum() != len(matrix) or np.abs(np.abs(matrix).max(axis=0) - 1).max() > 1e-12:
         return None
     rows = np.abs(matrix).argmax(axis=0)
     return tuple((int(row), complex(matrix[row, column])) for column, row in enumerate(rows))

@@ -11,6 +11,7 @@ from fractions import Fraction
 from html import escape
 from typing import TYPE_CHECKING
 
+from unisono.quantum.circuit.channels import Channel
 from unisono.quantum.circuit.gates import PauliRotation
 from unisono.quantum.circuit.operation import Operation
 from unisono.quantum.circuit.parameter import Affine
@@ -90,6 +91,8 @@ def _labels(operation: Operation) -> dict[int, str]:
     label = labels.get(name, f"{name.upper()}{angles}")
     if name.endswith("dg"):
         label = f"{name[:-2].upper()}†"
+    if isinstance(kind, Channel):
+        label = kind.label
     label += asked
     if isinstance(kind, PauliRotation):
         pauli_strings = [f"[{pauli}]" for pauli in kind.paulis]

@@ -55,7 +55,7 @@ class Operation:
 
     @property
     def is_unitary(self) -> bool:
-        """False for measurement, reset and barrier, and for what depends on a measured bit."""
+        """False for measurement, reset, barrier and channels, and for what depends on a measured bit."""
         return self.gate.unitary and not self.condition
 
     @property

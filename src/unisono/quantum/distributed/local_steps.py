@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from unisono.quantum.circuit.channels import Channel
 from unisono.quantum.circuit.operation import Operation
 from unisono.quantum.circuit.operations import shared
 from unisono.quantum.distributed.global_index_map import GlobalIndexMap
@@ -64,7 +65,16 @@ class Conditional:
     operation: Operation
 
 
-LocalStep = LocalOperations | LocalExchange | Measure | Conditional
+@dataclass(frozen=True)
+class Kraus:
+    """A channel on local axes: one of its Kraus operators is drawn and applied."""
+
+    axes: tuple[int, ...]
+    channel: Channel
+    condition: tuple[tuple[int, int], ...]
+
+
+LocalStep = LocalOperations | LocalExchange | Measure | Kraus | Conditional
 
 
 def local_steps(steps: Iterable[Step], rank: int, index_map: GlobalIndexMap) -> Iterator[LocalStep]:
@@ -78,6 +88,9 @@ def local_steps(steps: Iterable[Step], rank: int, index_map: GlobalIndexMap) -> 
         elif step.operation.gate.unitary:
             for operation in index_map.restrict([step.operation], rank):
                 yield Conditional(operation)
+        elif isinstance(step.operation.gate, Channel):
+            axes = tuple(position - index_map.global_qubits for position in step.operation.targets)
+            yield Kraus(axes, step.operation.gate, step.operation.condition)
         else:
             yield _measure(step, index_map, rank)
 

@@ -30,9 +30,17 @@ def run(local: torch.Tensor, operations: Sequence[Operation], weights: Any = (),
 
 
 def _mix(local: torch.Tensor, operation: Operation, matrix: np.ndarray) -> None:
-    parts = [_controlled(local, operation, value) for value in range(len(matrix))]
+    _combine([_controlled(local, operation, value) for value in range(len(matrix))], matrix)
+
+
+def apply_matrix(local: torch.Tensor, axes: Sequence[int], matrix: np.ndarray) -> None:
+    """Any matrix on some axes of a local array, in place."""
+    _combine([block(local, axes, value) for value in range(len(matrix))], matrix)
+
+
+def _combine(parts: Sequence[torch.Tensor], matrix: np.ndarray) -> None:
     old = torch.stack([part.reshape(-1) for part in parts])
-    new = torch.from_numpy(matrix).to(local) @ old
+    new = torch.from_numpy(matrix).to(parts[0]) @ old
     for part, amplitudes in zip(parts, new, strict=True):
         part.copy_(amplitudes.view(part.shape))
 

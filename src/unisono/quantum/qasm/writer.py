@@ -14,6 +14,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from unisono.errors import UsageError
+from unisono.quantum.circuit.channels import Channel
 from unisono.quantum.circuit.gates import CONTROLLED, GATES
 from unisono.quantum.circuit.operation import Operation
 from unisono.quantum.circuit.parameter import Affine
@@ -50,6 +51,9 @@ def dumps(circuit: Circuit, version: int = 3) -> str:
         raise UsageError(f"OpenQASM version {version!r}: expected 2 or 3")
     if version == 2 and (circuit.weights or circuit.features):
         raise UsageError("OpenQASM 2 has no free angles; bind the circuit first: circuit.bound(weights, features)")
+    for each in circuit.operations:
+        if isinstance(each.gate, Channel):
+            raise UsageError(f"{each}: OpenQASM has no channels; write the circuit without its noise")
     writer = Writer(circuit, version)
     return "\n".join(writer.lines()) + "\n"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from unisono.errors import UsageError
 from unisono.quantum.circuit.commutation import mixed_wires
-from unisono.quantum.circuit.gates import diagonal
+from unisono.quantum.circuit.gates import Marker, diagonal
 from unisono.quantum.circuit.growable import ChunkedList
 from unisono.quantum.circuit.operation import Operation
 from unisono.quantum.circuit.operations import Operations, shared
@@ -51,7 +51,7 @@ def to_logical_qubits(operations: Sequence[Operation], wires: int, capacity: int
 
 def narrowest(operations: Iterable[Operation]) -> int:
     """How many wires a rank must keep: as many as the widest operation mixes, once taken apart."""
-    mixing = (each for each in operations if each.gate.unitary and not _renames(each))
+    mixing = (each for each in operations if not isinstance(each.gate, Marker) and not _renames(each))
     return max((len(mixed_wires(part)) for each in mixing for part in each.lowered()), default=1) or 1
 
 

@@ -187,6 +187,6 @@ def _touched(operation: Operation) -> list[tuple[Hashable, str]]:
     if not operation.is_unitary:
         touched += [(("bit", bit), "*") for bit in operation.bits]
         touched += [(("bit", bit), "Z") for bit, _ in operation.condition if bit not in operation.bits]
-        if operation.name in ("measure", "reset"):
+        if not operation.gate.unitary and operation.name != "barrier":
             touched.append(("draws", "*"))
     return touched

@@ -34,7 +34,7 @@ class CircuitSegment:
 
 @dataclass(frozen=True)
 class Event:
-    """A measurement, a reset, or a gate that depends on a measured bit, on positions: decided while running."""
+    """A measurement, a reset, a channel or a gate that depends on a measured bit, on positions: decided as it runs."""
 
     operation: Operation
 
