@@ -24,7 +24,7 @@ for _height, _layer in enumerate(_STACK):
 MAY_IMPORT["quantum"] = {*_GROUND, "launch", "comm"}
 MAY_IMPORT["compat"] |= {"quantum"}
 MAY_IMPORT["report"] |= {"quantum"}
-MAY_IMPORT["integrations"] = {*_GROUND, "launch", "comm", "quantum"}
+MAY_IMPORT["integrations"] = set(_STACK) | {"quantum"}
 _EVERYTHING = set(_STACK) | {"quantum"}
 MAY_IMPORT["__init__"] = _EVERYTHING | {"nn"}
 MAY_IMPORT["nn"] = _EVERYTHING - {"report"}

@@ -1,7 +1,8 @@
 """unisono's parts as plugins of other frameworks.
 
     pennylane/   the device `qml.device("unisono.qubit")`: QNodes on the circuit simulator of unisono.quantum
+    hf.py        `UnisonoTrainer`: transformers.Trainer, whose steps run under a plan
 
-Each folder imports its framework, which is an optional package. Nothing in unisono imports this folder: the frameworks
-find it through the entry points of pyproject.toml.
+Each imports its framework, which is an optional package. Nothing in unisono imports this folder: users do, or the
+frameworks find it through the entry points of pyproject.toml.
 """

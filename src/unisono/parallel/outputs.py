@@ -106,10 +106,11 @@ def with_batch_size(outputs: Any, output_dims: Sequence[SampleDim | None], batch
     leaves, spec = tree_flatten(outputs)
 
     def resized(leaf: Any, where: SampleDim | None) -> Any:
-        if where is None or where.dim is None or not batch_size or leaf.shape[where.dim] % batch_size:
+        if where is None or where.dim is None or leaf.shape[where.dim] % max(batch_size, 1):
             return leaf
         shape = list(leaf.shape)
-        shape[where.dim] = shape[where.dim] // batch_size * wanted
+        # Outputs for no sample do not show how many rows one has: most have one.
+        shape[where.dim] = shape[where.dim] // batch_size * wanted if batch_size else wanted
         return leaf.new_zeros(()).expand(shape)
 
     return tree_unflatten([resized(leaf, where) for leaf, where in zip(leaves, output_dims, strict=True)], spec)
