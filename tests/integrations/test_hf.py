@@ -152,6 +152,7 @@ print("steps", trainer.state.global_step, "saves", trainer.args.should_save)
 """
 
 
+@pytest.mark.thorough  # the page huggingface.md runs such a script, too
 def test_a_script_under_unisono_run(tmp_path: Path) -> None:
     """There accelerate would join the ranks by itself."""
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -257,7 +258,7 @@ def loss_given(comm: Any, name: str, plan: str, folder: str, theirs: list[dict[s
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
-        ("compute_loss", "dp=2"),
+        pytest.param("compute_loss", "dp=2", marks=pytest.mark.thorough),
         pytest.param("compute_loss_func", "dp=2", marks=pytest.mark.thorough),
         pytest.param("label_smoothing", "dp=2", marks=pytest.mark.thorough),
         pytest.param("compute_loss", "dp=2,zero=3", marks=pytest.mark.thorough),
