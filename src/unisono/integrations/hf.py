@@ -241,7 +241,8 @@ class UnisonoTrainer(Trainer):
         if self.plan.dp > 1 and (size := first_batch_size(as_inputs(inputs))) < self.plan.dp:
             raise UsageError(
                 f"a batch with {size} samples for {self.plan.dp} data ranks, and a compute_loss of your own, which "
-                "calls the model on each; expected a sample for each: use dataloader_drop_last=True, or compute_loss_func="
+                "calls the model on each; expected a sample for each: use dataloader_drop_last=True, or "
+                "compute_loss_func="
             )
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
