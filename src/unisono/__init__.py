@@ -109,6 +109,11 @@ _HOME = {
 __all__ = ["__version__", "nn", *_HOME]
 
 
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext unisono`: cells that begin with `%%unisono -n 4` run on four ranks."""
+    importlib.import_module("unisono.launch.notebook").load_ipython_extension(shell)
+
+
 def __getattr__(name: str) -> Any:
     if name == "nn":
         return importlib.import_module("unisono.nn")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import unisono as uni
 from tests.launch.harness import write_script
@@ -182,6 +183,19 @@ def test_a_process_group_that_is_garbage_here_is_not_destroyed_in_ranks(tmp_path
     script = write_script(tmp_path, OF_GARBAGE)
     done = subprocess.run([sys.executable, script, str(tmp_path / "store")], capture_output=True, text=True)
     assert done.stdout == "[0, 1]\n", done.stderr
+
+
+def test_a_process_that_is_in_a_world_itself() -> None:
+    """As a notebook is after `fit`: the ranks meet in a world of their own, and this process stays in its own."""
+    here = uni.init()
+
+    def met() -> tuple[int, float]:
+        comm = uni.init()
+        return comm.size, float(comm.all_reduce(torch.ones(())))
+
+    assert uni.spawn(met, 2, timeout=60) == [(2, 2.0)] * 2
+    assert uni.world() is here
+    assert here.all_gather_object("alone") == ["alone"]
 
 
 def test_a_rank_without_a_result_and_one_with_an_unreadable_one() -> None:

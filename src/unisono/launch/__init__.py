@@ -7,7 +7,7 @@
     worker/          the rank processes: worker pool, main program of a rank
     outcome/         how a job ends: monitor, failure records, which failure is shown
     console          output of the job for the user
-    spawn            ranks forked from this process, without agents
+    spawn            ranks forked from this process, without agents; notebook: cells that run on ranks
     process_threads  stacks, OpenMP and scheduling of threads
 
 Read in this order. Called by the command line and by scripts; inside a rank, `comm` and `train` use environment,

@@ -21,6 +21,7 @@ from unisono.comm.rendezvous.simulated import SimulatedTransport
 from unisono.comm.watchdog.watchdog import MARGIN, Watchdog
 from unisono.errors import CommError, UsageError
 from unisono.launch import environment, process_threads
+from unisono.launch.worker import rank_main
 
 DEFAULT_TIMEOUT = 1800.0
 JOINING = 30.0  # seconds that a rank which leaves waits for others that are still about to join
@@ -30,6 +31,7 @@ LONGEST = 1e9  # seconds, thirty years: what all of torch's clocks can count
 _world: Communicator | None = None
 _watchdog: Watchdog | None = None
 _rendezvous: Rendezvous | None = None
+_inherited: Any = None  # of a rank that was forked from a process in a world: that process's world
 
 
 def init(
@@ -180,6 +182,21 @@ def _simulated(rank: int, size: int) -> Iterator[Communicator]:
     finally:
         _world = None
         dist.destroy_process_group()
+
+
+def _forget_inherited() -> None:
+    """In a rank that `uni.spawn` has forked from a process in a world, such as a notebook after `fit`: it is in none.
+
+    The groups are kept, unused: their destructors would wait for threads that the fork has not copied.
+    """
+    global _watchdog, _rendezvous, _inherited
+    if _world is not None:
+        _inherited = _set_aside(), _watchdog, _rendezvous
+        _inherited[0].__enter__()
+        _watchdog = _rendezvous = None
+
+
+rank_main.at_entry.append(_forget_inherited)
 
 
 @contextlib.contextmanager

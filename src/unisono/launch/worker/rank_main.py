@@ -41,6 +41,9 @@ _STDLIB = sysconfig.get_paths()["stdlib"]
 _LAUNCH_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
+at_entry: list[Callable[[], None]] = []  # called by every forked rank, to forget state of the process it comes from
+
+
 def enter(
     streams: Mapping[str, int], environment: Mapping[str, str], keep: set[int], close: set[int], parent: int
 ) -> None:
@@ -60,6 +63,8 @@ def enter(
     _set_scheduling()
     _reseed()
     faulthandler.enable(file=2, all_threads=True)
+    for forget in at_entry:
+        forget()
 
 
 def _redirect(streams: Mapping[str, int], keep: set[int], close: set[int]) -> None:

@@ -1,13 +1,15 @@
-"""Progress of a run, shown by rank 0: a bar in a terminal, plain lines elsewhere."""
+"""Progress of a run, shown by rank 0: a bar in a terminal, one line that is updated in a notebook, plain lines
+elsewhere."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from unisono.launch.notebook import is_notebook
 from unisono.train.callbacks import Callback, StepInfo
 
 if TYPE_CHECKING:
@@ -24,7 +26,11 @@ class Display(Callback):
     def __init__(self, is_shown: bool, console: Console | None = None, log_every: int | None = None) -> None:
         """log_every: steps between two plain lines; default: about 20 lines for a run."""
         self._log_every = log_every
-        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._in_notebook = is_shown and console is None and is_notebook()
+        terminal = False if self._in_notebook else None  # rich would draw HTML, also from ranks forked from a kernel
+        plain = Console(highlight=False, soft_wrap=True, force_jupyter=False, force_terminal=terminal)
+        self._console = console or plain
+        self._line: Any = None  # of a notebook
         self._is_shown = is_shown
         self._bar: Progress | None = None
         self._task = TaskID(0)
@@ -42,6 +48,11 @@ class Display(Callback):
     def on_start(self, engine: Engine, first_step: int, steps: int | None) -> None:
         self._steps = steps
         self._began, self._first = time.perf_counter(), first_step
+        if self._in_notebook:
+            from IPython.display import display
+
+            self._line = display({"text/plain": ""}, raw=True, display_id=True)
+            return
         if not self._is_shown or not self._console.is_terminal:
             return
         self._bar = Progress(
@@ -64,18 +75,25 @@ class Display(Callback):
         if not self._is_shown:
             return
         is_last = info.step == info.steps
-        if self._bar is not None:
-            now = time.perf_counter()
-            is_due = is_last or now - self._drawn > _REDRAW
+        now = time.perf_counter()
+        is_due = is_last or now - self._drawn > _REDRAW
+        if self._bar is not None or self._line is not None:
             self._drawn = now if is_due else self._drawn
+        if self._line is not None:
+            if is_due:
+                self._line.update({"text/plain": self._text(info)}, raw=True)
+        elif self._bar is not None:
             epoch = f"{info.epoch}/{info.epochs}"
             text = _step_text(info, self._memory, self._room(epoch))
             self._bar.update(self._task, completed=info.step, epoch=epoch, text=text, refresh=is_due)
         elif is_last or self._is_line_due(info):
             self._last_line = info.step
-            of = f"/{info.steps}" if info.steps else ""
-            left = f", {_clock(self._seconds_left(info))} left" if info.steps else ""
-            self.message(f"epoch {info.epoch} step {info.step}{of} {_step_text(info, self._memory)}{left}")
+            self.message(self._text(info))
+
+    def _text(self, info: StepInfo) -> str:
+        of = f"/{info.steps}" if info.steps else ""
+        left = f", {_clock(self._seconds_left(info))} left" if info.steps else ""
+        return f"epoch {info.epoch} step {info.step}{of} {_step_text(info, self._memory)}{left}"
 
     def _is_line_due(self, info: StepInfo) -> bool:
         if self._log_every is not None:
@@ -102,6 +120,9 @@ class Display(Callback):
         self.message(f"{f'epoch {info.epoch}' if info.ends_epoch else f'step {info.step}'}: {shown}")
 
     def on_end(self, engine: Engine, info: StepInfo | None) -> None:
+        if self._line is not None and info is not None:
+            self._line.update({"text/plain": self._text(info)}, raw=True)
+            self._line = None
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
