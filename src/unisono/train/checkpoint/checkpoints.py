@@ -53,7 +53,6 @@ class Checkpoints:
     def __init__(self, folder: str | Path, keep: int | None = 3) -> None:
         self.folder = Path(folder)
         self.keep = None if keep is None else require_whole_number("keep", keep, 1)
-        self._rank, self._ranks = (world.rank(), world.world_size()) if world.is_initialized() else (0, 1)
         self._staging = Staging()
         self._pending: Saving | None = None
         self._token = ""  # of this job's saves; "" before the first
@@ -208,6 +207,15 @@ class Checkpoints:
             )
 
     # ---- among ranks ---------------------------------------------------------------------------------------------
+
+    @property
+    def _rank(self) -> int:
+        """Looked up in each call: the world may be joined after this object was made."""
+        return world.rank()
+
+    @property
+    def _ranks(self) -> int:
+        return world.world_size()
 
     def _path(self, step: int) -> Path:
         return path_of(self.folder, step)
