@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from unisono.plan.plan import Plan as Plan
     from unisono.train.callbacks import Callback as Callback
     from unisono.train.callbacks import EarlyStopping as EarlyStopping
+    from unisono.train.callbacks import StepInfo as StepInfo
     from unisono.train.checkpoint.checkpoints import Checkpoints as Checkpoints
     from unisono.train.checkpoint.weights import export_weights as export_weights
     from unisono.train.checkpoint.weights import import_weights as import_weights
@@ -98,6 +99,7 @@ _HOME = {
     "shutdown": "unisono.comm.rendezvous.world",
     "spawn": "unisono.launch.spawn",
     "split_data": "unisono.train.data.partitioner",
+    "StepInfo": "unisono.train.callbacks",
     "StagedProgram": "unisono.parallel.static.to_static",
     "WandbLogger": "unisono.train.telemetry.loggers",
     "apply_marks": "unisono.parallel.static.marked",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,15 @@ def test_the_best_step_is_kept(pools: Pools, tmp_path: Path, plan: str) -> None:
         assert found["loaded"] == (found["best step"], pytest.approx(found["best"], rel=1e-12))
 
 
+def test_the_best_step_is_saved_by_ranks_that_join_the_world_in_fit(tmp_path: Path) -> None:
+    """As in a script under `unisono run`, which does not call uni.init(): its first save is that of all ranks."""
+    folder = str(tmp_path / "run")
+    for found in uni.spawn(lambda: kept_the_best(None, "dp=2,zero=3", folder), 2, timeout=60):
+        assert found["loaded"] == (found["best step"], pytest.approx(found["best"], rel=1e-12))
+    (saved,) = (tmp_path / "run" / "best").glob("step-*")
+    assert sorted(file.name for file in saved.glob("rank-*")) == ["rank-00000.safetensors", "rank-00001.safetensors"]
+
+
 def stopped(comm: Any, folder: str) -> list[Any]:
     """Without a rate nothing improves: the second evaluation is the first without an improvement."""
     given = {**GIVEN, "save": folder, "epochs": 9}
@@ -145,3 +155,12 @@ def test_early_stopping_refuses() -> None:
         uni.EarlyStopping(patience=0)
     with pytest.raises(UsageError, match="min_delta=-1"):
         uni.EarlyStopping(min_delta=-1)
+
+
+def test_the_page_has_all_that_a_callback_gets() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "callbacks.md").read_text(encoding="utf-8")
+    tables = "\n".join(line for line in page.splitlines() if line.startswith("| `"))
+    methods = [name for name, each in vars(uni.Callback).items() if callable(each) and not name.startswith("_")]
+    assert len(methods) == 9
+    assert [name for name in methods if f"`{name}(" not in tables] == []
+    assert [each.name for each in fields(StepInfo) if f"`{each.name}`" not in tables] == []
