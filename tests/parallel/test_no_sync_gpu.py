@@ -81,6 +81,7 @@ def _step_without_waiting(task: uni.Task, plan: Plan, rank: int) -> None:
         trainer = build_trainer(task, plan, mesh, given, device)
         for _ in range(3):
             trainer.step(given)
+        assert trainer.compilation is None or not trainer.compilation.failures, "it runs eagerly"
         torch.cuda.set_sync_debug_mode("error")
         try:
             trainer.step(given)

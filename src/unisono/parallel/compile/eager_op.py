@@ -94,7 +94,8 @@ def call_eagerly(
     device = tensors[0].device.type if tensors else "cpu"
     autocast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
     kinds = tuple(_Kind(tensor.dim(), tensor.dtype, tensor.device) for tensor in tensors)
-    key = f"{identity} {constants} {indices} {autocast} {kinds} {spec}"
+    # In one line: inductor writes it into comments of the code that it generates.
+    key = " ".join(f"{identity} {constants} {indices} {autocast} {kinds} {spec}".split())
     _calls[key] = EagerCall(function, shape_of, run, constants, indices, spec, autocast, kinds)
     needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
     output, kept = torch.ops.unisono.eager(tensors, key, needs, after)
