@@ -109,8 +109,15 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str,
 def trained(comm: Any, plan: str, folder: str, expected: str, theirs: list[dict[str, float]]) -> None:
     from unisono.integrations.hf import UnisonoTrainer
 
-    trainer = made(UnisonoTrainer, folder, plan=plan, check="off")
+    network, seen = model(), set()
+    network.lm_head.register_forward_pre_hook(lambda _, given: seen.add(given[0].shape[:2].numel()))
+    held = sum(each.numel() for each in network.parameters())
+    trainer = made(UnisonoTrainer, folder, network, plan=plan, check="off")
     trainer.train()
+    if "dp=2" in plan:
+        assert max(seen) <= 2 * 8, "a rank computes two of four samples at most, of up to eight tokens"
+    if plan not in ("dp=2", "cp=2"):
+        assert sum(each.numel() for _, each in trainer.parallel.optimized()) < 0.7 * held, "and has its shards"
     same_figures(figures(trainer), theirs)
     trainer.save_model()
     same_weights(folder, expected)

@@ -2,6 +2,8 @@
 
     pennylane/   the device `qml.device("unisono.qubit")`: QNodes on the circuit simulator of unisono.quantum
     hf.py        `UnisonoTrainer`: transformers.Trainer, whose steps run under a plan
+    lightning.py `UnisonoStrategy`: lightning.Trainer, whose model runs under a plan
+    optimizer_template.py   for both: the optimizer of the plain model, made again for the model under the plan
 
 Each imports its framework, which is an optional package. Nothing in unisono imports this folder: users do, or the
 frameworks find it through the entry points of pyproject.toml.

@@ -13,7 +13,7 @@ global batches, the same schedule, logs and callbacks. What differs is below the
                          and UnisonoTrainer under any plan resume from each other's checkpoints
 
 The plan is applied at the start of training (`_wrap_model`), when transformers has made the optimizer for the plain
-model: the optimizer under the plan is that one with other parameters (`_like`).
+model: the optimizer under the plan is that one with other parameters (optimizer_template.py).
 
 Note: the loss. A model that computes its loss gets `num_items_in_batch`, the number of labels in all batches that are
 accumulated, and divides its sum by it. unisono records that part of the forward (parallel/loss/model_loss.py); the
@@ -40,7 +40,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_N
 from unisono.comm.communicator import Communicator
 from unisono.comm.rendezvous import world
 from unisono.errors import UsageError
-from unisono.parallel.full_state import full_optimizer, load_full_state
+from unisono.integrations.optimizer_template import OptimizerTemplate, follow
 from unisono.parallel.inputs import as_inputs
 from unisono.parallel.loss.model_loss import is_label, own_loss
 from unisono.parallel.share import first_batch_size
@@ -83,7 +83,6 @@ class UnisonoTrainer(Trainer):
         _require_supported(args)
         _one_process(args, self.comm)
         self.parallel: PlanTrainer | None = None  # set when the plan has been applied
-        self._group_names: list[list[str]] = []  # of the optimizer's parameters
         self._num_items: Any = None  # for the model's next call
         self._calls = 0  # of training_step since the last update
         super().__init__(model, args, *positional, **named)
@@ -122,11 +121,7 @@ class UnisonoTrainer(Trainer):
 
     def _apply(self) -> None:
         """Put the model and the optimizer that transformers has made under the plan."""
-        names = {id(each): name for name, each in self.model.named_parameters()}
-        template = _plain(self.optimizer)
-        self._group_names = [[names[id(each)] for each in group["params"]] for group in template.param_groups]
-        positions = {id(each): number for number, each in enumerate(self.model.parameters())}
-        groups = [[positions[id(each)] for each in group["params"]] for group in template.param_groups]
+        self._template = OptimizerTemplate(_plain(self.optimizer), self.model)
         if hasattr(self.model, "num_parameters"):
             self._num_parameters = self.model.num_parameters(exclude_embeddings=True)
         if self.model_accepts_loss_kwargs:
@@ -139,7 +134,7 @@ class UnisonoTrainer(Trainer):
                 self.model,
                 self.plan,
                 loss=self._loss if self._takes_labels or self._overrides_loss else own_loss,
-                optimizer=lambda parameters: _like(template, list(parameters), groups),
+                optimizer=self._template.make,
                 example=None if self._overrides_loss else self._pair(example),
                 rules=self._rules,
                 seed=self.args.seed,
@@ -148,9 +143,8 @@ class UnisonoTrainer(Trainer):
             )
             self._num_items = None
         self.optimizer = self.parallel.optimizer
-        for scheduler in (self.lr_scheduler, *getattr(self.lr_scheduler, "_schedulers", ())):
-            if scheduler is not None:  # given by the user, made for the plain optimizer
-                scheduler.optimizer = self.optimizer
+        if self.lr_scheduler is not None:  # given by the user
+            follow(self.lr_scheduler, self.optimizer)
 
     def _example(self) -> Any:
         """A batch of the first samples: in the order of training, samplers would draw random numbers."""
@@ -320,17 +314,10 @@ class UnisonoTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         parallel = self._applied
         assert parallel is not None
-        state = full_optimizer(parallel.optimizer, dict(parallel.optimized()), parallel.mesh)
-        if not self.args.should_save:
-            return
-        numbers = {name: number for number, name in enumerate(itertools.chain(*self._group_names))}
-        groups = [
-            {**group, "params": [numbers[name] for name in names]}
-            for group, names in zip(state["param_groups"], self._group_names, strict=True)
-        ]
-        states = {numbers[name]: each for name, each in state["state"].items() if name in numbers and each}
-        torch.save({"state": states, "param_groups": groups}, os.path.join(output_dir, OPTIMIZER_NAME))
-        torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+        state = self._template.full_state(parallel)
+        if self.args.should_save:
+            torch.save(state, os.path.join(output_dir, OPTIMIZER_NAME))
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         parallel = self._applied
@@ -339,12 +326,7 @@ class UnisonoTrainer(Trainer):
         if checkpoint is None or not all(path.is_file() for path in paths):
             return
         state, schedule = (torch.load(path, map_location="cpu", weights_only=True) for path in paths)
-        names = list(itertools.chain(*self._group_names))
-        optimized = dict(parallel.optimized())
-        states: dict[str, Any] = {name: {} for name in optimized}
-        states |= {names[number]: each for number, each in state["state"].items()}
-        groups = [{**group, "params": [names[each] for each in group["params"]]} for group in state["param_groups"]]
-        load_full_state(parallel.optimizer, optimized.items(), parallel.mesh, {"state": states, "param_groups": groups})
+        self._template.load(parallel, state)
         self.lr_scheduler.load_state_dict(schedule)
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -380,31 +362,12 @@ def _plain(optimizer: Any) -> Optimizer:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _like(template: Optimizer, parameters: list[Any], groups: list[list[int]]) -> Optimizer:
-    """An optimizer like one that has not stepped yet, for other parameters; groups: their positions."""
-    made: Optimizer = object.__new__(type(template))
-    made.__dict__.update({name: _copied(value) for name, value in vars(template).items() if name != "step"})
-    made.state.clear()
-    is_trial = len(parameters) <= max(itertools.chain([-1], *groups))  # on a few tensors, of an unknown optimizer
-    chosen = [parameters] if is_trial else [[parameters[position] for position in group] for group in groups]
-    made.param_groups = [
-        {**{name: value for name, value in group.items() if name != "params"}, "params": each}
-        for group, each in zip(template.param_groups, chosen, strict=False)
-    ]
-    return made
-
-
-def _copied(value: Any) -> Any:
-    return value.copy() if isinstance(value, dict) else value
-
-
 # ---- accelerate, for one process -------------------------------------------------------------------------------------
 
 
 def _joined() -> Communicator:
-    """The world. Where accelerate has made a process group of its own, for TrainingArguments, it is ended."""
-    is_accelerates = bool(PartialState._shared_state) and PartialState().distributed_type != DistributedType.NO
-    if is_accelerates and dist.is_initialized() and not world.is_initialized():
+    """The world. Where accelerate has made a process group, as it does for TrainingArguments, that is ended first."""
+    if PartialState._shared_state and dist.is_initialized() and not world.is_initialized():
         dist.destroy_process_group()
     return world.world() if world.is_initialized() else world.init()
 
