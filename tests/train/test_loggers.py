@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import struct
@@ -183,3 +184,13 @@ def test_a_failure_is_one_warning(at: str, calls: int) -> None:
     shown = [str(each.message) for each in caught if "Broken" in str(each.message)]
     assert shown == ["Broken failed and logs no more, training continues: no server"] * bool(at)
     assert logger.calls == calls
+
+
+def test_a_run_folder_without_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else found(name))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        engine("dp=1").fit(data(16), save=tmp_path / "run", **GIVEN)
+    assert (tmp_path / "run" / "steps.jsonl").exists()
+    assert not (tmp_path / "run" / "tensorboard").exists()

@@ -141,3 +141,24 @@ def test_refused_profiles(steps: Any, tmp_path: Path) -> None:
         engine("dp=1").fit(data(20), save=tmp_path / "run", profile_steps=steps, **GIVEN)
     with pytest.raises(UsageError, match="needs save=FOLDER"):
         engine("dp=1").fit(data(20), profile_steps="1", **GIVEN)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_model_flops_utilization_of_a_gpu() -> None:
+    seen = Seen()
+    one = uni.Engine(
+        lambda: nn.Linear(1024, 512, bias=False),
+        nn.functional.mse_loss,
+        lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+        plan="dp=1",
+        precision="bf16",
+        check="off",
+    )
+    samples = [(torch.ones(1024), torch.ones(512))] * 64
+    one.fit(samples, batch_size=32, callbacks=[seen])
+    peak = device_peak(one.device, torch.bfloat16)
+    if peak is None:
+        pytest.skip(f"the peak of {torch.cuda.get_device_name()} is not known")
+    for info in seen.infos:
+        assert info.mfu == pytest.approx(3 * 2 * 1024 * 512 * 32 / info.seconds / peak)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import math
 import os
 import resource
@@ -117,8 +116,7 @@ class Fit:
         self._callbacks: list[Callback] = [self._display]
         if folder is not None:
             self._callbacks.append(folder)
-            if importlib.util.find_spec("tensorboard") is not None:
-                self._callbacks.append(TensorBoardLogger(folder.path / "tensorboard"))
+            self._callbacks.append(TensorBoardLogger(folder.path / "tensorboard", is_optional=True))
         self._callbacks += callbacks
         self._preemption = Preemption(engine.comm)
         self._busy = BusyMonitor()

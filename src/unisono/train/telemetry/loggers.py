@@ -10,6 +10,7 @@ more; training goes on. A resumed run continues the run of the tracker whose id 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import queue
 import threading
 import time
@@ -127,26 +128,32 @@ def scalars(numbers: dict[str, Any]) -> dict[str, float]:
 
 class TensorBoardLogger(Logger):
     """Event files for TensorBoard in a folder. The run folder of `fit(save=...)` has one, if tensorboard is
-    installed."""
+    installed. is_optional: without tensorboard on rank 0, nothing is written."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, is_optional: bool = False) -> None:
         super().__init__()
-        _require("tensorboard", "report", self)
+        self._is_optional = is_optional
+        if not is_optional:
+            _require("tensorboard", "report", self)
         self.folder = Path(folder)
         self._writer: Any = None
 
     def open(self, about: dict[str, Any], first_step: int) -> str | None:
+        if self._is_optional and importlib.util.find_spec("tensorboard") is None:
+            self._writer = None
+            return None
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(self.folder), purge_step=first_step + 1)
         return None
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
-        for name, value in numbers.items():
+        for name, value in numbers.items() if self._writer is not None else ():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class WandbLogger(Logger):

@@ -28,7 +28,8 @@ class StepTrace:
             kinds = [torch.profiler.ProfilerActivity.CPU]
             if torch.cuda.is_available() and torch.cuda.is_initialized():
                 kinds.append(torch.profiler.ProfilerActivity.CUDA)
-            self._profiler = torch.profiler.profile(activities=kinds, record_shapes=True)
+            # acc_events: without it torch warns that it keeps the events of one cycle, and there is only one
+            self._profiler = torch.profiler.profile(activities=kinds, record_shapes=True, acc_events=True)
             self._profiler.start()
 
     def after(self, step: int) -> str:
