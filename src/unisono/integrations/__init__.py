@@ -1,6 +1,8 @@
 """unisono's parts as plugins of other frameworks.
 
     pennylane/   the device `qml.device("unisono.qubit")`: QNodes on the circuit simulator of unisono.quantum
+    qiskit/      a backend, a sampler and an estimator for circuits of Qiskit
+    ranks.py     what these two share: the ranks of the job, and programs compiled for them
     hf.py        `UnisonoTrainer`: transformers.Trainer, whose steps run under a plan
     lightning.py `UnisonoStrategy`: lightning.Trainer, whose model runs under a plan
     optimizer_template.py   for both: the optimizer of the plain model, made again for the model under the plan

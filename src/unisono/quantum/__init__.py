@@ -7,7 +7,7 @@ The names below load what they need on first use. In this folder is what users c
     state        a state vector sharded over ranks        outputs     probabilities, samples, variances, ...
     layer        a circuit as a torch module              shots       measured classical bits
     storage      states on disk                           command     `unisono qsim`, which runs a job
-    arguments    checks of what callers pass
+    arguments    checks of what callers pass              qiskit_circuits   circuits of Qiskit
 
 and below it, from the ground up: circuit/ (gates, channels and circuits), observables/, schedule/ (when ranks exchange
 qubits), compile/ and kernels/ (operations on one rank's amplitudes), distributed/ (what each rank runs), gradients/,
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from unisono.quantum.qasm import QasmError as QasmError
     from unisono.quantum.qasm import from_qasm as from_qasm
     from unisono.quantum.qasm import load_qasm as load_qasm
+    from unisono.quantum.qiskit_circuits import from_qiskit as from_qiskit
     from unisono.quantum.schedule.schedule import Schedule as Schedule
     from unisono.quantum.shots import measured as measured
     from unisono.quantum.state import State as State
@@ -99,6 +100,7 @@ _HOME = {
     "feature": "circuit.parameter",
     "fidelity": "outputs",
     "from_qasm": "qasm",
+    "from_qiskit": "qiskit_circuits",
     "hardware_efficient": "circuit.templates",
     "kraus": "circuit.channels",
     "load": "storage",

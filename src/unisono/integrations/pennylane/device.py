@@ -25,16 +25,13 @@ from pennylane.measurements import ExpectationMP, SampleMeasurement, StateMeasur
 from pennylane.transforms import broadcast_expand, defer_measurements, split_non_commuting
 from pennylane.transforms.core import transform
 
-from unisono.comm.communicator import Communicator
-from unisono.comm.rendezvous import world
-from unisono.comm.rendezvous.launcher_env import find_rank_info
 from unisono.errors import UsageError
 from unisono.integrations.pennylane.jacobian import jacobian, vjp
 from unisono.integrations.pennylane.measurement import SHADOWS, analytic, observable_of, sampled
 from unisono.integrations.pennylane.operators import GATE_SET, is_differentiable, is_native
 from unisono.integrations.pennylane.simulator import Job, Simulator
+from unisono.integrations.ranks import job_communicator, shared_generator
 from unisono.quantum.arguments import DTYPES, require_device, shown
-from unisono.quantum.circuit.parameter import is_index
 from unisono.quantum.kernels.runner import require_kernel
 
 NAME = "unisono.qubit"
@@ -64,11 +61,11 @@ class UnisonoQubit(Device):
         super().__init__(wires=wires, shots=shots)
         if self.wires is not None and not len(self.wires):
             raise UsageError(f"wires={wires!r}: expected 1 or more")
-        comm = _communicator(ranks)
+        comm = job_communicator(ranks)
         require_kernel(kernel)
         place = comm.device if device is None and comm is not None else require_device(device or "cpu")
         self._simulator = Simulator(comm, _dtype(c_dtype), place, kernel)
-        self._rng = _generator(seed, comm)
+        self._rng = shared_generator(seed, comm)
 
     @property
     def name(self) -> str:
@@ -232,35 +229,6 @@ def _is_sampled(mp: Any) -> bool:
 
 def _has_costate(obs: Any) -> bool:
     return observable_of(obs, {label: number for number, label in enumerate(obs.wires)}) is not None
-
-
-def _communicator(ranks: int | None) -> Communicator | None:
-    """The ranks that share states: those of the job, or None for this process alone."""
-    if ranks is not None and (not is_index(ranks) or ranks < 1 or int(ranks) & int(ranks) - 1):
-        raise UsageError(f"ranks={ranks!r}: expected a power of two, the number of ranks of the job, or 1")
-    if ranks == 1:
-        return None
-    size = world.world_size() if world.is_initialized() else find_rank_info().size
-    if ranks is not None and ranks != size:
-        raise UsageError(
-            f"ranks={ranks} in a job of {size}: start it with `unisono run -n {ranks}`, or leave ranks out for all "
-            "ranks of the job"
-        )
-    if size == 1:
-        return None
-    if size & size - 1:
-        raise UsageError(f"{size} ranks for one state: expected a power of two; use ranks=1 for a state on each rank")
-    return world.world() if world.is_initialized() else world.init()
-
-
-def _generator(seed: Any, comm: Communicator | None) -> np.random.Generator:
-    if isinstance(seed, str) and seed == "global":
-        seed = np.random.randint(0, high=10_000_000)
-    try:
-        made = np.random.default_rng(seed)
-    except (TypeError, ValueError):
-        raise UsageError(f"seed={shown(seed)}: expected a whole number of 0 or more, None or 'global'") from None
-    return made if comm is None else comm.broadcast_object(made)
 
 
 def _dtype(c_dtype: Any) -> torch.dtype:

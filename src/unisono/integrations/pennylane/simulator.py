@@ -19,11 +19,10 @@ from pennylane.operation import StatePrepBase
 
 from unisono.comm.communicator import Communicator
 from unisono.integrations.pennylane.operators import GateSpec, operation_of, spec_of
+from unisono.integrations.ranks import compiled
 from unisono.quantum.circuit.circuit import Circuit
 from unisono.quantum.distributed.program import QuantumProgram
-from unisono.quantum.schedule.logical_qubits import narrowest
-from unisono.quantum.schedule.schedule import Schedule
-from unisono.quantum.state import State, device_of, nodes_of
+from unisono.quantum.state import State
 
 MOST_PROGRAMS = 64
 KEPT = 256 << 20  # bytes of states that are kept, and one state in any case
@@ -138,25 +137,12 @@ class Simulator:
             angles = 0 if spec is None or spec.is_array else parameters
             weight_of += [*range(count, count + angles)] if angles else [None] * parameters
             count += angles
-        made = TapeProgram(*self._compiled(circuit, has_start), tuple(weight_of))
+        options = (self.comm, self.dtype, self.device, self.kernel)
+        made = TapeProgram(*compiled(circuit, *options, has_start=has_start), tuple(weight_of))
         while len(self._programs) >= MOST_PROGRAMS:
             self._programs.popitem(last=False)
         self._programs[structure] = made
         return made
-
-    def _compiled(self, circuit: Circuit, has_start: bool) -> tuple[QuantumProgram, Communicator | None]:
-        """The program, and the ranks that share its states: all, or, where a state has too few wires for that, each
-        rank by itself."""
-        ranks = 1 if self.comm is None else self.comm.size
-        global_qubits = ranks.bit_length() - 1
-        comm = self.comm if circuit.wires - global_qubits >= narrowest(circuit.operations) else None
-        ranks = 1 if comm is None else ranks
-        start = range(circuit.wires) if has_start else None
-        schedule = Schedule.of(circuit, ranks, nodes=nodes_of(comm), start=start)
-        program = QuantumProgram.of(schedule, comm.rank if comm else 0)
-        axes = circuit.wires - schedule.global_qubits
-        program.prepare(axes, self.dtype, device_of(comm, self.device), self.kernel)
-        return program, comm
 
 
 def standard_order(tape: Any) -> tuple[Any, ...]:
