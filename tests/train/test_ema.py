@@ -160,3 +160,35 @@ def test_refusals() -> None:
         uni.EMA(every=0)
     with pytest.raises(UsageError, match="no averages yet"), uni.EMA().applied():
         pass
+
+
+def pretrained(comm: Any, plan: str, folder: str) -> State:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=2)
+    ids = torch.randint(0, 32, (8, 8), generator=torch.Generator().manual_seed(0))
+    one = uni.Engine(
+        lambda: GPT2LMHeadModel(config),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        plan=plan,
+        check="off",
+    )
+    ema = uni.EMA(0.5)
+    one.fit([{"input_ids": row, "labels": row} for row in ids], batch_size=4, progress=False, callbacks=[ema])
+    with ema.applied():
+        one.save_pretrained(folder)
+    one.save_pretrained(f"{folder}-weights")
+    return ema.full_tensors()
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=3", pytest.param("tp=2", marks=pytest.mark.thorough)])
+def test_averages_of_a_hugging_face_model_are_exported(pools: Pools, tmp_path: Path, plan: str) -> None:
+    from transformers import GPT2LMHeadModel
+
+    first, second = pools("gloo", 2).run(pretrained, plan, str(tmp_path / "gpt"))
+    averaged = dict(GPT2LMHeadModel.from_pretrained(tmp_path / "gpt").named_parameters())
+    weights = dict(GPT2LMHeadModel.from_pretrained(tmp_path / "gpt-weights").named_parameters())
+    for name, tensor in averaged.items():
+        assert torch.equal(tensor, first[name])
+        assert torch.equal(first[name], second[name])
+    assert not all(torch.equal(tensor, weights[name]) for name, tensor in averaged.items())
