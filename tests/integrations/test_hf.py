@@ -150,7 +150,8 @@ import sys
 from tests.integrations.test_hf import figures, made, same_figures
 from unisono.integrations.hf import UnisonoTrainer
 
-trainer = made(UnisonoTrainer, sys.argv[1], plan="dp=2", args={"gradient_accumulation_steps": 1})
+args = {"gradient_accumulation_steps": 1, "dataloader_num_workers": 1}
+trainer = made(UnisonoTrainer, sys.argv[1], plan="dp=2", args=args)
 trainer.train()
 trainer.save_model()
 assert trainer.parallel.proof.startswith("plan dp=2 proved"), trainer.parallel.proof
@@ -276,6 +277,126 @@ def test_losses_of_ones_own(name: str, plan: str, pools: Pools, tmp_path: Path) 
     trainer = made(kind, tmp_path / "plain", **LOSSES[name])
     trainer.train()
     pools("gloo", 2).run(loss_given, name, plan, str(tmp_path / "ours"), figures(trainer))
+
+
+# ---- habits ----------------------------------------------------------------------------------------------------------
+
+
+class Tagger(torch.nn.Module):
+    """No model of transformers: its loss is a mean over the batch, and it takes no num_items_in_batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(37, 8), torch.nn.Linear(8, 37)
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> dict[str, torch.Tensor]:
+        logits = self.head(self.embedding(input_ids))
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def classifier() -> Any:
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(
+            vocab_size=37, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+            num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=16,
+        )
+    )  # fmt: skip
+
+
+def classified(samples: list[Any]) -> Any:
+    batch = pad(samples)
+    return {**batch, "labels": batch["input_ids"][:, 0] % 3}
+
+
+def adapted() -> Any:
+    import peft
+
+    return peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
+
+
+def with_own_optimizer(network: Any) -> dict[str, Any]:
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    return {"optimizers": (optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5))}
+
+
+def habit(name: str, kind: Any, folder: str | Path, **options: Any) -> Any:
+    """A trainer of this kind, as some users make it."""
+    torch.manual_seed(0)
+    networks = {"tagger": Tagger, "classifier": classifier, "adapters": adapted}
+    network = networks.get(name, llama)()
+    if name in ("classifier", "tagger"):
+        options |= {"compute_metrics": None}
+    if name == "classifier":
+        options |= {"data_collator": classified}
+    if name == "optimizers":
+        options |= with_own_optimizer(network)
+    args = {
+        "checkpointing": {"gradient_checkpointing": True},
+        "no clipping": {"max_grad_norm": 0.0, "lr_scheduler_type": "linear"},
+    }
+    return made(kind, folder, network, args=args.get(name), **options)
+
+
+def as_users_do(comm: Any, name: str, plan: str, folder: str, theirs: list[dict[str, float]]) -> None:
+    from unisono.integrations.hf import UnisonoTrainer
+
+    trainer = habit(name, UnisonoTrainer, folder, plan=plan, check="off")
+    trainer.train()
+    same_figures(figures(trainer), theirs)
+    trainer.save_model()
+    saved = "adapter_model.safetensors" if name == "adapters" else "model.safetensors"
+    assert (Path(folder) / saved).is_file()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["tagger", "classifier", "adapters", "optimizers", "checkpointing", "no clipping"])
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])
+def test_habits(name: str, plan: str, pools: Pools, tmp_path: Path) -> None:
+    if name == "adapters":
+        pytest.importorskip("peft", reason="peft is not installed")
+    trainer = habit(name, transformers.Trainer, tmp_path / "plain")
+    trainer.train()
+    pools("gloo", 2).run(as_users_do, name, plan, str(tmp_path / "ours"), figures(trainer))
+
+
+def in_bfloat16(comm: Any, plan: str, folder: str, theirs: list[dict[str, float]]) -> None:
+    from unisono.integrations.hf import UnisonoTrainer
+
+    network, dtypes = model(), set()
+    network.lm_head.register_forward_hook(lambda _, given, outputs: dtypes.add(outputs.dtype))
+    trainer = made(UnisonoTrainer, folder, network, plan=plan, check="off", args={"bf16": True})
+    trainer.train()
+    trainer.save_model()
+    assert torch.bfloat16 in dtypes
+    assert load_file(Path(folder) / "model.safetensors")["model.norm.weight"].dtype == torch.float32
+    for mine, expected in zip(figures(trainer), theirs, strict=True):
+        assert mine.get("loss", 0) == pytest.approx(expected.get("loss", 0), rel=0.03)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])
+def test_mixed_precision(plan: str, pools: Pools, tmp_path: Path) -> None:
+    trainer = made(transformers.Trainer, tmp_path / "plain", args={"bf16": True})
+    trainer.train()
+    pools("gloo", 2).run(in_bfloat16, plan, str(tmp_path / "ours"), figures(trainer))
+
+
+def dropped(comm: Any, plan: str, folder: str) -> list[dict[str, float]]:
+    from unisono.integrations.hf import UnisonoTrainer
+
+    torch.manual_seed(0)
+    trainer = made(UnisonoTrainer, folder, llama(attention_dropout=0.3), plan=plan, check="off")
+    trainer.train()
+    return figures(trainer)
+
+
+@pytest.mark.thorough
+def test_dropout_does_not_depend_on_the_plan(pools: Pools, tmp_path: Path) -> None:
+    found = [pools("gloo", 2).run(dropped, plan, str(tmp_path)) for plan in ("dp=2", "tp=2", "dp=2,zero=3")]
+    same_figures(found[1][0], found[0][0])
+    same_figures(found[2][0], found[0][0])
 
 
 # ---- what cannot be right --------------------------------------------------------------------------------------------

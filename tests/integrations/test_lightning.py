@@ -208,6 +208,26 @@ def test_several_networks(plan: str, pools: Pools, tmp_path: Path) -> None:
     pools("gloo", 2).run(several, plan, str(tmp_path / "ours"), module.losses)
 
 
+def in_bfloat16(comm: Any, plan: str, folder: str, theirs: list[float]) -> None:
+    from unisono.integrations.lightning import UnisonoStrategy
+
+    module, dtypes = Module(), set()
+    module.net[0].register_forward_hook(
+        lambda _, given, outputs: dtypes.add(outputs.dtype) if module.training else None
+    )
+    fitted(module, folder, strategy=UnisonoStrategy(plan), precision="bf16-mixed")
+    assert dtypes == {torch.bfloat16}
+    assert module.losses == pytest.approx(theirs, rel=0.03)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])
+def test_mixed_precision(plan: str, pools: Pools, tmp_path: Path) -> None:
+    module = Module()
+    fitted(module, tmp_path / "plain", precision="bf16-mixed")
+    pools("gloo", 2).run(in_bfloat16, plan, str(tmp_path / "ours"), module.losses)
+
+
 def refused(comm: Any, folder: str) -> None:
     from unisono.integrations.lightning import UnisonoStrategy
 

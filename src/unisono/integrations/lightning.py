@@ -198,11 +198,16 @@ class UnisonoStrategy(Strategy):
         return full_tensors_in(parallel.model, dict(parallel.optimized()), parallel.mesh)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        state = super().lightning_module_state_dict()
-        if self._applied is None:
-            return state
+        parallel, module = self._applied, self.lightning_module
+        if parallel is None:
+            return super().lightning_module_state_dict()
+        assert module is not None
         full = self._full()
-        return {key: full[self._names[key]] if key in self._names else value for key, value in state.items()}
+        state: dict[str, Any] = {key: full[name] for key, name in self._names.items()}
+        for name, child in module.named_children() if parallel.model is not module else ():
+            if child is not parallel.model:  # has no parameters
+                state |= child.state_dict(prefix=f"{name}.")
+        return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         parallel = self._applied
