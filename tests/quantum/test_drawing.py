@@ -85,3 +85,16 @@ def test_bad_kind() -> None:
 def test_empty() -> None:
     assert lines(Circuit(2)) == ["0: ─", "", "1: ─"]
     ElementTree.fromstring(Circuit(2).draw("svg"))
+
+
+def test_figures_of_matplotlib() -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    circuit = Circuit(3, 1).h(0).cnot(0, 1).apply("rz", 2, math.pi / 2, controls={0: 0}).swap(0, 2).barrier()
+    circuit.depolarizing((0, 2), 0.1).measure(1, 0)
+    figure = circuit.draw("mpl")
+    texts = [each.get_text() for each in figure.axes[0].texts]
+    assert texts == ["q0", "q1", "q2", "H", "RZ(π/2)", "DEPOL(0.1):0", "DEPOL(0.1):1", "M0"]
+    figure.canvas.draw()
+    narrow = random_circuit(3, 40, seed=1).draw("mpl", width=400)
+    assert len([each for each in narrow.axes[0].texts if each.get_text() == "q0"]) > 1
+    assert narrow.get_size_inches()[0] < 8

@@ -9,7 +9,7 @@ Read in this order:
     circuit        the circuit; its gate methods are in gate_methods
     templates      common ansatz circuits
     commutation    which operations commute, for the scheduler
-    drawing        circuits as text and as SVG
+    drawing        circuits as text and as SVG; drawing_mpl has them as figures of matplotlib
     operations     the immutable sequence of operations that circuit, schedule and program share
     growable       a list and an array that leave no freed blocks on the heap
 

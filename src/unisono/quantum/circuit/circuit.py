@@ -230,14 +230,17 @@ class Circuit(GateMethods, ChannelMethods):
         """How often each gate occurs, "c" in front for each control: {"ry": 8, "cx": 4}."""
         return dict(Counter("c" * len(each.controls) + each.name for each in self._operations))
 
-    def draw(self, kind: str = "text", width: int | None = None) -> str:
-        """The drawing as text or as SVG, wrapped to `width` characters or pixels."""
+    def draw(self, kind: str = "text", width: int | None = None) -> Any:
+        """The drawing as text, as SVG or ("mpl") as a figure of matplotlib, wrapped to `width` characters or pixels."""
         from unisono.quantum.circuit.drawing import svg, text
+        from unisono.quantum.circuit.drawing_mpl import figure
 
-        if not isinstance(kind, str) or kind not in ("text", "svg"):
-            raise UsageError(f'draw({kind!r}): expected "text" or "svg"')
+        if not isinstance(kind, str) or kind not in ("text", "svg", "mpl"):
+            raise UsageError(f'draw({kind!r}): expected "text", "svg" or "mpl"')
         if width is not None and (not is_index(width) or width < 1):
             raise UsageError(f"draw(width={width!r}): expected a number of characters or pixels, 1 or more")
+        if kind == "mpl":
+            return figure(self, width or 1200)
         return text(self, width or 120) if kind == "text" else svg(self, width or 1200)
 
     def to_qasm(self, version: int = 3) -> str:

@@ -136,10 +136,13 @@ def _column(column: list[Placed], wires: int) -> list[str]:
     return lines
 
 
-def svg(circuit: Circuit, width: int = 1200) -> str:
-    """The drawing, wrapped into bands of at most about `width` pixels."""
+Bands = list[list[tuple[float, list[Placed]]]]  # columns with their centres, band below band
+
+
+def bands_of(circuit: Circuit, width: int) -> tuple[float, float, Bands]:
+    """Columns in bands of at most about `width` pixels: where wires begin and end, and the bands."""
     head = MARGIN + 8 + LETTER * len(f"q{circuit.wires - 1}")
-    bands: list[list[tuple[float, list[Placed]]]] = [[]]
+    bands: Bands = [[]]
     x = widest = head + GAP
     for column in columns(circuit):
         wide = _width(column)
@@ -149,6 +152,12 @@ def svg(circuit: Circuit, width: int = 1200) -> str:
         bands[-1].append((x + wide / 2, column))
         x += wide + GAP
         widest = max(widest, x)
+    return head, widest, bands
+
+
+def svg(circuit: Circuit, width: int = 1200) -> str:
+    """The drawing, wrapped into bands of at most about `width` pixels."""
+    head, widest, bands = bands_of(circuit, width)
     height = (circuit.wires - 1) * ROW + BOX
     pitch = height + ROW
     body: list[str] = []
@@ -200,7 +209,7 @@ def _target(placed: Placed, label: str, x: float, y: float) -> list[str]:
     if label == "×":
         return [f'<path class="link" d="M{x - 6:.1f} {y - 6:.1f}l12 12m0 -12l-12 12"/>']
     wide = max(BOX, LETTER * len(label) + 10)
-    colour = FILL[_family(placed)]
+    colour = FILL[family(placed)]
     return [
         f'<rect class="box" x="{x - wide / 2:.1f}" y="{y - BOX / 2:.1f}" width="{wide:.1f}" height="{BOX}" rx="4" '
         f'fill="{colour}"/>',
@@ -208,7 +217,7 @@ def _target(placed: Placed, label: str, x: float, y: float) -> list[str]:
     ]
 
 
-def _family(placed: Placed) -> str:
+def family(placed: Placed) -> str:
     operation = placed.operation
     if not operation.gate.unitary:
         return "marker"
