@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import unisono
+from unisono import completion
 from unisono.comm import bench_command, doctor
 from unisono.errors import UnisonoError, UsageError
 from unisono.explain import command as explain_command
@@ -85,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for add_parser in SUBCOMMANDS:
         add_parser(subparsers)
+    completion.add_parser(subparsers, parser)
     chosen = parser.parse_args(arguments)
     try:
         code = int(chosen.handler(chosen))

@@ -105,8 +105,14 @@ class GraphedStep:
         graph = torch.cuda.CUDAGraph()
         # Other threads, as those that load batches, may go on using the GPU.
         capture = torch.cuda.graph(graph, stream=self._side, capture_error_mode="thread_local")
-        with self._capturable(), _rates_as_tensors(self._optimizer) as rates, capture:
-            loss, norm = self._step(tree_unflatten(held, structure))
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        before = generator.clone_state()
+        try:
+            with self._capturable(), _rates_as_tensors(self._optimizer) as rates, capture:
+                loss, norm = self._step(tree_unflatten(held, structure))
+        except BaseException:
+            generator.graphsafe_set_state(before)  # a capture that fails leaves it as if it went on
+            raise
         changed = recorded.changed_attribute()
         if changed is not None:
             raise UsageError(
