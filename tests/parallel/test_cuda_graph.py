@@ -12,7 +12,7 @@ from torch import nn
 
 import unisono as uni
 from unisono.errors import UsageError
-from unisono.parallel.cuda_graph import WARM_UP
+from unisono.parallel.compile.cuda_graph import WARM_UP
 from unisono.parallel.trainer import Trainer
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible")

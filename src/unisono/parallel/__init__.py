@@ -11,13 +11,12 @@ expert/               expert parallelism
 pipeline/             pipeline parallelism
 loss/                 the loss of the global batch, from losses of its parts
 recomputation/        activation recomputation: of modules and attention; of single ops
-compile/              torch.compile of blocks, the modules around them and the loss
+compile/              torch.compile of blocks, the modules around them and the loss; a step as a CUDA graph
 precision             half precision
 float8                linear layers in float8
 master_weights        bfloat16 parameters: float32 copies, or steps that are rounded without them
 checks/               what cannot be right, refused before ranks communicate
 meta/                 models without memory, and their values where a rank needs them
-cuda_graph            a step on one GPU as a CUDA graph
 loop                  a training loop of the user's own
 static/               marks and to_static
 full_state            state as one process would have it

@@ -30,10 +30,10 @@ from unisono.parallel.checks.samples import find_samples
 from unisono.parallel.checks.separable import require_separable
 from unisono.parallel.checks.tokenwise import require_tokenwise
 from unisono.parallel.checks.updated_buffers import require_steady_buffers
+from unisono.parallel.compile.cuda_graph import require_capturable
 from unisono.parallel.compile.regions import without_compiled
 from unisono.parallel.compose import Composition, compose, example_inputs, schedule_of
 from unisono.parallel.context.sequence import require_sound_blocks
-from unisono.parallel.cuda_graph import require_capturable
 from unisono.parallel.data import batchnorm
 from unisono.parallel.expert.expert import needs_full_batch
 from unisono.parallel.float8 import require_float8
@@ -89,7 +89,7 @@ def parallelize(
     batch, of which each takes its part, or "local", each data rank its own samples. batch_dim: along which dim of a
     batch's tensors samples are: 1 for time-major batches, (1, 0) for time-major inputs with targets that have samples
     first, None instead of a tensor without samples, as in ({"x": 0, "edges": None}, 0). cudagraph: on one GPU, run
-    steps as a CUDA graph (see cuda_graph.py).
+    steps as a CUDA graph (see compile/cuda_graph.py).
     """
     if batch not in ("global", "local"):
         raise UsageError(f'parallelize(batch={batch!r}): expected "global" or "local"')

@@ -26,10 +26,10 @@ from unisono.parallel.checks.optimizer_scope import require_elementwise_hooks, r
 from unisono.parallel.checks.parameter_reads import ParameterReads
 from unisono.parallel.checks.rounded_weights import widened
 from unisono.parallel.checks.samples import Samples, find_samples
+from unisono.parallel.compile.cuda_graph import GraphedStep, require_capturable_optimizer
 from unisono.parallel.compile.regions import Compilation, eager_regions
 from unisono.parallel.context.context import Context
 from unisono.parallel.context.sequence import SequenceParallel
-from unisono.parallel.cuda_graph import GraphedStep, require_capturable_optimizer
 from unisono.parallel.data.batchnorm import has_batchnorm
 from unisono.parallel.data.clip import TorchClipping, clip_by_norm, clip_by_value, gradient_norm, weight_norm
 from unisono.parallel.data.data_parallel import DataParallel

@@ -7,6 +7,7 @@
     collectives.py tensor parallelism in a graph: markers that Dynamo records, and the collectives that they become
     collective_ops.py  all_reduce, all_gather and reduce_scatter as ops
     loss.py        the loss, also where its means are over the global batch
+    cuda_graph.py  a training step on one GPU, captured once and replayed
 
 Called by `parallel.compose`, as a step of a plan with `compile`.
 """
