@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import unisono
-from unisono import completion
 from unisono.comm import bench_command, doctor
 from unisono.errors import UnisonoError, UsageError
 from unisono.explain import command as explain_command
 from unisono.launch import command as run_command
+from unisono.launch import completion
 from unisono.plan.plan import Plan
 from unisono.planner import command as plan_command
 from unisono.quantum import command as qsim_command

@@ -9,6 +9,7 @@
     console          output of the job for the user
     spawn            ranks forked from this process, without agents; notebook: cells that run on ranks
     process_threads  stacks, OpenMP and scheduling of threads
+    completion       `unisono completion`: scripts for shells, made from the parsers of all commands
 
 Read in this order. Called by the command line and by scripts; inside a rank, `comm` and `train` use environment,
 process_threads and outcome.failure.
