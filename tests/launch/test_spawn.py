@@ -261,3 +261,11 @@ def test_over_mpi_from_a_script(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=90)
     assert (done.returncode, done.stdout) == (0, "[10, 11]\n"), done.stderr
+
+
+def test_from_a_process_that_has_initialized_mpi(tmp_path: Path) -> None:
+    """As Lightning's Trainer does, to ask whether it runs under MPI: forked ranks leave it to their parent."""
+    script = tmp_path / "script.py"
+    script.write_text("from mpi4py import MPI\nimport unisono as uni\nprint(uni.spawn(lambda: uni.init().rank, 2))\n")
+    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, ran.stdout.splitlines()) == (0, ["[0, 1]"]), ran.stdout + ran.stderr

@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
@@ -63,6 +64,7 @@ class UnisonoStrategy(Strategy):
         self._plan_module: LightningModule | None = None  # to which it was
         self._names: dict[str, str] = {}  # in the network, of entries of the module's state_dict
         rank_zero_only.rank = self.comm.rank  # type: ignore[attr-defined]
+        self.cluster_environment = LightningEnvironment()  # given one, Lightning does not initialize MPI to ask it
 
     # ---- one process ---------------------------------------------------------------------------------------------
 

@@ -150,9 +150,12 @@ def _run(program: Entrypoint, results: int | None) -> None:
 
 def perform(body: Callable[[], object]) -> int:
     """Run body, then the exit handlers of a Python process; return the exit code."""
+    is_inherited = _has_mpi()  # initialized by the process that this one was forked from, which will finalize it
     code = _guarded(body)
     code = _guarded(_run_exit_handlers) or code
-    return code or _guarded(_finalize_mpi)  # last: it waits for ranks that may still wait for this one
+    if code or is_inherited:
+        return code
+    return _guarded(_finalize_mpi)  # last: it waits for ranks that may still wait for this one
 
 
 def _guarded(body: Callable[[], object]) -> int:
@@ -179,11 +182,14 @@ def _record(error: BaseException) -> int:
 
 def _finalize_mpi() -> None:
     """As mpi4py does at interpreter exit, which os._exit skips. Not after a failure, where it may block."""
-    mpi4py, library = sys.modules.get("mpi4py"), sys.modules.get("mpi4py.MPI")
-    if mpi4py is None or library is None or mpi4py.rc.finalize is False:
-        return
-    if library.Is_initialized() and not library.Is_finalized():
-        library.Finalize()
+    if _has_mpi() and sys.modules["mpi4py"].rc.finalize is not False:
+        sys.modules["mpi4py.MPI"].Finalize()
+
+
+def _has_mpi() -> bool:
+    """Whether MPI is initialized in this process, and not finalized."""
+    library = sys.modules.get("mpi4py.MPI")
+    return library is not None and library.Is_initialized() and not library.Is_finalized()
 
 
 def _run_exit_handlers() -> None:
