@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 Pools = Callable[[str, int], RankPool]
 TOLERANCE = 1e-5  # of float32 sums in another order
 STEPS = 12
+ROOT = Path(__file__).parents[2]
 
 
 def arguments(folder: str | Path, **options: Any) -> Any:
@@ -164,7 +166,9 @@ def test_a_script_under_unisono_run(tmp_path: Path) -> None:
     """There accelerate would join the ranks by itself."""
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "unisono", "run", "-n", "2", "train.py", "ours"]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # the script takes models of this file
+    given = {**os.environ, "PYTHONPATH": paths.rstrip(os.pathsep)}
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, env=given)
     assert ran.returncode == 0, ran.stderr
     assert f"[0] steps {STEPS} saves True" in ran.stdout
     assert f"[1] steps {STEPS} saves False" in ran.stdout
