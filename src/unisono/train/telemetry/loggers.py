@@ -45,10 +45,10 @@ class Logger(Callback):
 
     def open(self, about: dict[str, Any], first_step: int) -> str | None:
         """Start a run, or continue `self.run_id`; returns its id. about: the model, the plan and the seed."""
-        raise NotImplementedError
+        raise AssertionError("a subclass opens the run of its tracker")
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
-        raise NotImplementedError
+        raise AssertionError("a subclass writes to its tracker")
 
     def close(self) -> None:
         """After the last step, also of a run that failed."""
