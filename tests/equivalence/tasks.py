@@ -14,6 +14,7 @@ from torch import nn
 
 import unisono as uni
 import unisono.nn as unn
+from unisono import quantum as uq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from gpt import GPT, Config
@@ -241,3 +242,14 @@ def _llama_loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
 
 
 llama = uni.Task(model=_llama, loss=_llama_loss, optimizer=_adam, batch=_llama_batch, name="llama")
+
+
+def _circuit_net() -> nn.Module:
+    """A circuit that measures in the middle, whose outputs and gradients are estimated from shots."""
+    circuit = uq.Circuit(2, bits=1).ry(0, uq.feature(0)).cnot(0, 1).rx(1, uq.weight(0) + uq.feature(1)).measure(0, 0)
+    circuit.apply("ry", 1, uq.weight(1), condition={0: 1}).rx(0, uq.weight(2))
+    layer = uq.Layer(circuit, ["Z0", "X1"], dtype=torch.complex128, kernel="reference", shots=40)
+    return nn.Sequential(nn.Linear(12, 2), layer, nn.Linear(2, 5))
+
+
+circuit = uni.Task(model=_circuit_net, loss=F.cross_entropy, optimizer=_adam, batch=_vectors, name="circuit")

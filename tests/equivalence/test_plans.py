@@ -83,6 +83,7 @@ PLANS["moe"] = [
     "dp=2,ep=2,tp=2,sp,zero=2,offload",
     "dp=2,ep=2,pp=2,microbatches=2",
 ]
+PLANS["circuit"] = ["dp=2,microbatches=3"]
 PLANS["tuned"] = ["dp=2,zero=3", "tp=2"]
 PLANS["vocabulary"] = ["tp=2", "dp=2,tp=2,sp,microbatches=2", "tp=2,pp=2,microbatches=2", "tp=2,cp=2"]
 PLANS["vocabulary_reshaped"] = ["tp=4", "dp=2,tp=2,microbatches=2"]

@@ -165,8 +165,8 @@ def test_what_is_refused() -> None:
         uq.Layer(made, "Z0", output="state")
     with pytest.raises(UsageError, match="no parameter-shift rule"):
         uq.Layer(made, output="state", diff="parameter-shift")
-    with pytest.raises(UsageError, match="must not measure"):
-        uq.Layer(uq.Circuit(1, bits=1).measure(0, 0), "Z0")
+    with pytest.raises(UsageError, match="makes no single state"):
+        uq.Layer(uq.Circuit(1, bits=1).measure(0, 0), output="state")
 
 
 def test_gradients_that_do_not_fit_are_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:

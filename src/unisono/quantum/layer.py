@@ -8,6 +8,10 @@ Ranks share each state; where the batch is large enough and their number is no p
 samples. With a mesh, its axes define who shares what:
 
     layer = uq.Layer(circuit, "Z0", mesh=uni.Mesh((2, 4), ("dp", "qubits")), batch_axis="dp", state_axis="qubits")
+
+A circuit that measures in the middle, resets, or has gates under conditions is simulated with deferred measurement
+(circuit/deferred.py): outputs and gradients are those of the mean over all outcomes. With shots=1000, outputs are
+estimates from shots (gradients/shot_estimates.py), and gradients come from shots by the parameter-shift rule.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import math
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -24,23 +29,29 @@ from torch import nn
 from unisono.comm.communicator import Communicator
 from unisono.errors import MissingPackageError, UsageError
 from unisono.quantum.arguments import require_comm, require_count, require_device, require_dtype, shown
+from unisono.quantum.circuit.channels import Channel
 from unisono.quantum.circuit.circuit import Circuit, require_circuit
+from unisono.quantum.circuit.deferred import deferred
 from unisono.quantum.circuit.parameter import finite_vector, require_seed
 from unisono.quantum.distributed.exchange import DEFAULT_CHUNK
 from unisono.quantum.distributed.memory import require_room
 from unisono.quantum.distributed.program import QuantumProgram
 from unisono.quantum.distributed.rank_groups import Grid, RankGroup, share, share_grid
 from unisono.quantum.gradients.adjoint import gradients
-from unisono.quantum.gradients.layer_outputs import Output, output_of
-from unisono.quantum.gradients.parameter_shift import finite_differences, parameter_shift
+from unisono.quantum.gradients.layer_outputs import Amplitudes, Output, output_of
+from unisono.quantum.gradients.parameter_shift import finite_differences, parameter_shift, separated
+from unisono.quantum.gradients.shot_estimates import ShotEstimates
 from unisono.quantum.kernels.runner import require_kernel
 from unisono.quantum.observables.observable import observables as parsed
 from unisono.quantum.schedule.logical_qubits import narrowest
 from unisono.quantum.schedule.schedule import Schedule
 from unisono.quantum.state import State, device_of, nodes_of
 from unisono.torch_compat import is_functorch_wrapped
+from unisono.torch_patches import original
 
 METHODS = ("adjoint", "parameter-shift", "finite-diff")
+MOST_SHOTS = 1 << 31
+MOST_SPARE = 4  # wires that shots may add for deferred measurements; beyond, each shot is a trajectory
 KEPT = 256 << 20  # bytes of final states that a forward keeps for its backward; beyond, circuits are run again
 
 
@@ -49,7 +60,12 @@ class Layer(nn.Module):
 
     States are on `device`: a GPU with "cuda", else where the communicator's tensors are.
     `weights` is the trainable parameter: the circuit's weight(i), drawn uniformly from [0, 2 pi) with `seed` unless
-    given."""
+    given.
+
+    diff: "adjoint" (the default), "parameter-shift" or "finite-diff"; with shots, "parameter-shift".
+    shots: estimate outputs, and gradients by the parameter-shift rule, from so many shots for each basis that is
+    measured. The shots of the k-th call depend on `seed` and k, not on the number of ranks; in a training step of
+    unisono, on the step and the sample's global index, as dropout does."""
 
     def __init__(
         self,
@@ -58,12 +74,13 @@ class Layer(nn.Module):
         comm: Communicator | None = None,
         *,
         dtype: torch.dtype = torch.complex64,
-        diff: str = "adjoint",
+        diff: str | None = None,
         output: str = "expectations",
         weights: Any = None,
         device: torch.device | str | None = None,
         kernel: str = "auto",
         seed: int = 0,
+        shots: int | None = None,
         mesh: Grid | None = None,
         batch_axis: str = "dp",
         state_axis: str = "qubits",
@@ -76,15 +93,23 @@ class Layer(nn.Module):
         _check_axes(mesh, batch_axis, state_axis)
         if mesh is not None and comm is not None:
             raise UsageError("comm and mesh were both given; a mesh brings its own communicators")
-        if not isinstance(diff, str) or diff not in METHODS:
+        if diff is not None and (not isinstance(diff, str) or diff not in METHODS):
             raise UsageError(f"diff={diff!r}: expected one of {', '.join(METHODS)}")
-        if not circuit.is_unitary:
-            raise UsageError("a layer's circuit must not measure, reset or depend on measured bits")
+        if shots is not None and diff not in (None, "parameter-shift"):
+            raise UsageError(f"diff={diff!r} with shots: expected 'parameter-shift', or no diff")
+        self.shots = None if shots is None else require_count("shots", shots, 1, MOST_SHOTS - 1)
+        self.seed, self.calls = require_seed(seed), 0
+        diff = diff or ("adjoint" if shots is None else "parameter-shift")
         self.circuit, self.comm, self.diff, self.kernel, self.dtype = circuit.copy(), comm, diff, kernel, dtype
         given = parsed(observables) if not isinstance(observables, tuple | list) or observables else ()
         self.output: Output = output_of(output, given, circuit.wires, dtype)
+        if not circuit.is_unitary and isinstance(self.output, Amplitudes):
+            raise UsageError("a circuit that measures makes no single state; use output='probabilities' or observables")
+        if shots is not None and isinstance(self.output, Amplitudes):
+            raise UsageError("amplitudes cannot be estimated from shots; use output='probabilities' or observables")
         if diff == "parameter-shift" and not self.output.shiftable:
             raise UsageError("amplitudes have no parameter-shift rule; use diff='adjoint'")
+        self._prepare_circuits()
         self.device = None if device is None else require_device(device)
         if (
             kernel == "auto"
@@ -93,12 +118,37 @@ class Layer(nn.Module):
         ):
             raise MissingPackageError("numba", "a quantum layer on the CPU (kernel='reference' is slow)", "quantum")
         self.features = circuit.features
-        self.weights = nn.Parameter(_initial(weights, circuit, self.real_dtype, require_seed(seed)))
-        self._programs: dict[int, QuantumProgram] = {}
+        self.weights = nn.Parameter(_initial(weights, circuit, self.real_dtype, self.seed))
+        self._programs: dict[tuple[int, bool], QuantumProgram] = {}
         self._shares: dict[bool, RankGroup] = {}
         if mesh is not None:
-            self._shares = dict.fromkeys((False, True), share_grid(mesh, circuit.wires, batch_axis, state_axis))
+            self._shares = dict.fromkeys((False, True), share_grid(mesh, self.wires, batch_axis, state_axis))
             self.comm = mesh.comm(batch_axis, state_axis)
+
+    def _prepare_circuits(self) -> None:
+        """What is simulated: the circuit and the one in which each angle is a weight of its own, in unitary form; or
+        both as they are, for trajectories."""
+        noisy = any(isinstance(each.gate, Channel) for each in self.circuit.operations)
+        if noisy and self.shots is None:
+            raise UsageError("a layer's circuit has channels: expected shots=, or a circuit without noise")
+        self._circuits = [self.circuit]
+        if self.diff == "parameter-shift":
+            apart, self.angles = separated(self.circuit)
+            self._circuits.append(apart)
+        self.estimates = None
+        if self.shots is not None and not isinstance(self.output, Amplitudes):
+            self.estimates = ShotEstimates(self.output, self.shots)
+        self.by_trajectories = noisy
+        if not noisy and not self.circuit.is_unitary and not isinstance(self.output, Amplitudes):
+            unitary = [deferred(each, self.output.mixed) for each in self._circuits]
+            self.by_trajectories = self.shots is not None and unitary[0].wires > self.circuit.wires + MOST_SPARE
+            if not self.by_trajectories:
+                self._circuits = unitary
+
+    @property
+    def wires(self) -> int:
+        """Of the states that are simulated: the circuit's, and those of deferred measurements."""
+        return self._circuits[0].wires
 
     @property
     def real_dtype(self) -> torch.dtype:
@@ -121,49 +171,70 @@ class Layer(nn.Module):
                 "a quantum layer under torch.func (vmap, grad, jvp, ...): its kernels need real numbers; call it with "
                 "(batch, features), which does all samples at once, and use autograd (backward, torch.autograd.grad)"
             )
-        return _Evaluate.apply(self.weights, x, self)
+        return _Evaluate.apply(self.weights, x, self, self._shot_keys(len(x)))
+
+    def _shot_keys(self, batch: int) -> np.ndarray:
+        """Seeds of the shots of one call, (batch, 2)."""
+        if self.shots is None:
+            return np.zeros((batch, 2), dtype=np.int64)
+        self.calls += 1
+        if original(torch, "rand") is torch.rand:
+            return np.stack([np.full(batch, self.calls), np.arange(batch)], axis=1)
+        drawn = (torch.rand(batch, 2, dtype=torch.float64) * 2**53).long()  # by each sample's global index
+        if self.comm is not None and self.comm.size > 1:
+            drawn = self.comm.broadcast(drawn.to(self.comm.device)).cpu()
+        return drawn.numpy()
 
     def plan(self) -> str:
         """What a forward will do: sweeps, exchanges, memory."""
         from unisono.quantum.schedule.forecast import Forecast
 
-        return str(Forecast.of(Schedule.of(self.circuit, 1 << self.share(1).global_qubits), self.dtype))
+        return str(Forecast.of(Schedule.of(self._circuits[0], 1 << self.share(1).global_qubits), self.dtype))
 
     def share(self, batch: int) -> RankGroup:
         """Which ranks share a state, for a batch of this size."""
         several = require_count("batch", batch, 0) > 1
         if several not in self._shares:
             groups = self.comm.size if several and self.comm is not None else 1  # later batches may be larger
-            least = narrowest(self.circuit.operations)
-            self._shares[several] = share(self.comm, self.circuit.wires, batch=groups, narrowest=least)
+            least = narrowest(self._circuits[0].operations)
+            self._shares[several] = share(self.comm, self.wires, batch=groups, narrowest=least)
         return self._shares[several]
 
     def run(self, weights: np.ndarray, features: np.ndarray, ranks: RankGroup) -> State:
         """The state that the circuit makes for one sample."""
-        program = self.program(ranks)
-        return self.fresh(ranks).run(program, weights, features)
+        return self.fresh(ranks).run(self.program(ranks), weights, features)
+
+    def evaluate(self, given: tuple[Any, Any], ranks: RankGroup, seed: tuple[int, ...], apart: bool) -> torch.Tensor:
+        """The output for one sample, or an estimate from shots. apart: `given` has the varying angles, one by one."""
+        if self.estimates is not None and self.by_trajectories:
+            return self.estimates.of_trajectories(self._circuits[apart], self.fresh(ranks), given, seed)
+        state = self.fresh(ranks).run(self.program(ranks, apart), *given)
+        return self.output.read(state) if self.estimates is None else self.estimates.of_state(state, seed)
 
     def fresh(self, ranks: RankGroup) -> State:
-        return State(self.circuit.wires, ranks.comm, dtype=self.dtype, device=self.device, kernel=self.kernel)
+        return State(self.wires, ranks.comm, dtype=self.dtype, device=self.device, kernel=self.kernel)
 
     def require_gradient_room(self, ranks: RankGroup) -> None:
         """Refuse, before a forward allocates anything, what its backward would not find room for."""
-        wires, device = self.circuit.wires, device_of(ranks.comm, self.device)
+        wires, device = self.wires, device_of(ranks.comm, self.device)
         what = "a state and its co-state, for gradients,"
         require_room(wires, ranks.global_qubits, self.dtype, device, DEFAULT_CHUNK, ranks.comm, what, states=2)
 
-    def program(self, ranks: RankGroup) -> QuantumProgram:
-        """The circuit for this rank, its kernels ready."""
-        if ranks.global_qubits not in self._programs:
-            schedule = Schedule.of(self.circuit, 1 << ranks.global_qubits, nodes=nodes_of(ranks.comm))
+    def program(self, ranks: RankGroup, apart: bool = False) -> QuantumProgram:
+        """The circuit for this rank, its kernels ready. apart: with each varying angle as a weight of its own."""
+        key = (ranks.global_qubits, apart)
+        if key not in self._programs:
+            schedule = Schedule.of(self._circuits[apart], 1 << ranks.global_qubits, nodes=nodes_of(ranks.comm))
             made = QuantumProgram.of(schedule, ranks.comm.rank if ranks.comm else 0)
-            axes, device = self.circuit.wires - ranks.global_qubits, device_of(ranks.comm, self.device)
+            axes, device = self.wires - ranks.global_qubits, device_of(ranks.comm, self.device)
             made.prepare(axes, self.dtype, device, self.kernel)
-            self._programs[ranks.global_qubits] = made
-        return self._programs[ranks.global_qubits]
+            self._programs[key] = made
+        return self._programs[key]
 
     def extra_repr(self) -> str:
-        return f"{self.circuit!r}, outputs={self.output.width}, dtype={self.dtype}, diff={self.diff!r}"
+        return f"{self.circuit!r}, outputs={self.output.width}, dtype={self.dtype}, diff={self.diff!r}" + (
+            f", shots={self.shots}" if self.shots is not None else ""
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
         """A layer of its own over the same communicator."""
@@ -186,19 +257,23 @@ class Layer(nn.Module):
 
 class _Evaluate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights: torch.Tensor, x: torch.Tensor, layer: Layer) -> torch.Tensor:
-        ctx.layer = layer
+    def forward(ctx: Any, weights: torch.Tensor, x: torch.Tensor, layer: Layer, keys: np.ndarray) -> torch.Tensor:
+        ctx.layer, ctx.keys = layer, keys
         ctx.save_for_backward(weights, x)
         ctx.kept = {}
         numbers, samples = _numbers(weights), _numbers(x)
         _require_finite(numbers, samples)
         ranks = layer.share(len(samples))
-        room = KEPT // (torch.empty(0, dtype=layer.dtype).element_size() << layer.circuit.wires >> ranks.global_qubits)
+        room = KEPT // (torch.empty(0, dtype=layer.dtype).element_size() << layer.wires >> ranks.global_qubits)
         out = torch.zeros(len(samples), layer.output.width, dtype=layer.output.dtype)
         needed = any(ctx.needs_input_grad) and layer.diff == "adjoint"
         if needed and len(_mine(ranks, len(samples))):
             layer.require_gradient_room(ranks)
         for sample in _mine(ranks, len(samples)):
+            if layer.shots is not None:
+                seed = (layer.seed, *keys[sample].tolist(), 0)
+                out[sample] = layer.evaluate((numbers, samples[sample]), ranks, seed, apart=False)
+                continue
             state = layer.run(numbers, samples[sample], ranks)
             out[sample] = layer.output.read(state)
             if needed and len(ctx.kept) < max(1, room):
@@ -211,7 +286,7 @@ class _Evaluate(torch.autograd.Function):
             found = _Evaluate.gradients(ctx, gradient)
         if torch.is_grad_enabled():  # create_graph=True: what is done with the gradients may be differentiated
             found = _FirstOnly.apply(*found, gradient, *ctx.saved_tensors)
-        return *found, None
+        return *found, None, None
 
     @staticmethod
     def gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -226,7 +301,8 @@ class _Evaluate(torch.autograd.Function):
                 state = ctx.kept.pop(sample, None) or layer.run(*given, ranks)
                 parts = _adjoint(layer, state, gradient[sample].detach().cpu(), given, ranks)
             else:
-                parts = _by_running(layer, gradient[sample].detach().cpu(), given, ranks)
+                seed = (layer.seed, *ctx.keys[sample].tolist())
+                parts = _by_running(layer, gradient[sample].detach().cpu(), given, ranks, seed)
             of_weights += parts[0]
             of_samples[sample] = parts[1]
         both = torch.from_numpy(np.concatenate([of_weights, of_samples.reshape(-1)]))
@@ -252,19 +328,22 @@ def _adjoint(layer: Layer, state: State, gradient: torch.Tensor, given: tuple, r
     return gradients(layer.program(ranks), state, costate, *given)
 
 
-def _by_running(layer: Layer, gradient: torch.Tensor, given: tuple, ranks: RankGroup) -> tuple:
+def _by_running(layer: Layer, gradient: torch.Tensor, at: tuple, ranks: RankGroup, seed: tuple[int, ...]) -> tuple:
     """Gradients of Re <gradient, output>; every rank of a state has them in full, so each reports its share."""
+    number = count(1)
 
-    def evaluate(circuit: Circuit, weights: np.ndarray, features: np.ndarray) -> float:
-        output = layer.output.read(layer.fresh(ranks).run(circuit, weights, features))
+    def evaluate(*numbers: np.ndarray) -> float:
+        apart = len(numbers) == 1  # angles; else weights and features
+        given = (numbers[0], () if apart else numbers[1])
+        output = layer.evaluate(given, ranks, (*seed, next(number)), apart)
         return float((gradient.conj() * output).real.double().sum())
 
-    weights, features = given[0].copy(), given[1].copy()
+    weights, features = at[0].copy(), at[1].copy()
     if layer.diff == "parameter-shift":
-        found = parameter_shift(layer.circuit, evaluate, weights, features)
+        found = parameter_shift(layer.angles, evaluate, weights, features)
     else:
         step = 1e-6 if layer.dtype == torch.complex128 else 1e-3
-        found = finite_differences(layer.circuit, evaluate, weights, features, step)
+        found = finite_differences(evaluate, weights, features, step)
     return found[0] / (1 << ranks.global_qubits), found[1] / (1 << ranks.global_qubits)
 
 

@@ -7,7 +7,7 @@ operators of channels. Each shot has a random generator of its own, so that it d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,17 +140,18 @@ def walk(
     state: State,
     numbers: np.ndarray,
     given: tuple,
-    seed: int,
+    seed: int | Sequence[int],
     arrive: Arrival,
     errors: np.ndarray | None = None,
 ) -> None:
     """Run the circuit for the shots of these numbers. `arrive(state, numbers, generators)` is called at the end with
     shots that share a state; where the states that wait do not fit, each shot goes alone."""
+    seeds = (seed,) if isinstance(seed, int) else seed
     shared, rest = _parted(circuit)
     weights, features = given
     state.run(shared, weights[: shared.weights], features[: shared.features])
     program = QuantumProgram.of(state.schedule(rest), state.rank, state.index_map)
-    draws = {int(number): np.random.default_rng([seed, int(number)]) for number in numbers}
+    draws = {int(number): np.random.default_rng([*seeds, int(number)]) for number in numbers}
     together = state.local.nbytes * max(1, len(numbers)).bit_length() <= _AT_ONCE
     walker = _Walker(program, given, draws, arrive, errors)
     for shots in [numbers] if together and len(numbers) else numbers.reshape(-1, 1):

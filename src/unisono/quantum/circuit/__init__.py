@@ -7,6 +7,7 @@ Read in this order:
     channels       noise: Kraus channels and the circuit's methods for them
     operation      a gate on targets, under controls, with angles
     circuit        the circuit; its gate methods are in gate_methods
+    deferred       circuits that measure in the middle, as unitary circuits on more wires
     templates      common ansatz circuits
     commutation    which operations commute, for the scheduler
     drawing        circuits as text and as SVG; drawing_mpl has them as figures of matplotlib

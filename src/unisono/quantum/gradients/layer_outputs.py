@@ -26,21 +26,27 @@ class Expectations:
 
     def __init__(self, observables: Sequence[PauliSum], wires: int, dtype: torch.dtype) -> None:
         self.observables = tuple(each.check(wires) for each in observables)
+        self.wires = wires
         self.width = len(self.observables)
         self.dtype = torch.float32 if dtype == torch.complex64 else torch.float64
-        self._observed = Observed(self.observables, wires)
+        self.observed = Observed(self.observables, wires)
         self._on_gpu: dict[tuple[int, ...], GpuPauliStrings] = {}
+
+    @property
+    def mixed(self) -> set[int]:
+        """The wires on which an observable is not diagonal."""
+        return {wire for string in self.observed.pauli_strings for wire, pauli in string if pauli != "Z"}
 
     def read(self, state: State) -> torch.Tensor:
         if pauli_strings := self._gpu_pauli_strings(state):
             return torch.from_numpy(pauli_strings.values(state.local)).to(self.dtype)
-        return self._observed.values(state).to(self.dtype)
+        return self.observed.values(state).to(self.dtype)
 
     def costate(self, state: State, output: torch.Tensor, gradient: torch.Tensor) -> State:
         weights = gradient.double().tolist()
         if pauli_strings := self._gpu_pauli_strings(state):
             return state.like(pauli_strings.applied(state.local, weights))
-        seen = self._observed
+        seen = self.observed
         terms = [(w * c, pauli_string) for w, each in zip(weights, seen.sums, strict=True) for c, pauli_string in each]
         projectors = [(w * c, bits) for w, each in zip(weights, seen.projectors, strict=True) for c, bits in each]
         return applied_pauli_strings(state, terms, projectors)
@@ -83,21 +89,22 @@ class Amplitudes:
 
 
 class Probabilities:
-    """The probability of every basis state, in the order of wires."""
+    """The probability of every basis state of the first `wires` wires; those of deferred measurements follow."""
 
     shiftable = True
+    mixed: frozenset[int] = frozenset()
 
     def __init__(self, wires: int, dtype: torch.dtype) -> None:
-        self.width = _all(wires)
+        self.wires, self.width = wires, _all(wires)
         self.dtype = torch.float32 if dtype == torch.complex64 else torch.float64
 
     def read(self, state: State) -> torch.Tensor:
         amplitudes = state.amplitudes()
-        return (amplitudes.real**2 + amplitudes.imag**2).to(self.dtype)
+        return (amplitudes.real**2 + amplitudes.imag**2).view(self.width, -1).sum(1).to(self.dtype)
 
     def costate(self, state: State, output: torch.Tensor, gradient: torch.Tensor) -> State:
         """dL = sum of gradient * 2 Re(conj(psi) d psi)"""
-        made = _placed(state, gradient.to(state.dtype))
+        made = _placed(state, gradient.to(state.dtype).repeat_interleave(1 << (state.wires - self.wires)))
         made.local *= state.local
         return made
 

@@ -1,18 +1,47 @@
-"""Gradients by running the circuit again: the parameter-shift rule, and finite differences. For small circuits."""
+"""Gradients by running the circuit again: the parameter-shift rule, and finite differences.
+
+The rule shifts one angle of one gate at a time. So the circuit is run in a form in which each angle that varies is a
+weight of its own; it is scheduled and compiled once for all shifts.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from unisono.quantum.circuit.circuit import Circuit
-from unisono.quantum.circuit.operation import Operation
+from unisono.quantum.circuit.parameter import Affine, weight
 
-Evaluate = Callable[[Circuit, np.ndarray, np.ndarray], float]  # a function of the state that the circuit makes
+Gradients = tuple[np.ndarray, np.ndarray]  # of the weights, of the features
 STEP = 1e-6  # of finite differences
+
+
+@dataclass(frozen=True)
+class VaryingAngle:
+    """An angle of one gate that depends on weights or features, and the frequencies of expectation values in it."""
+
+    parameter: Affine
+    frequencies: tuple[float, ...]
+
+
+def separated(circuit: Circuit) -> tuple[Circuit, tuple[VaryingAngle, ...]]:
+    """The circuit with weight(k) as its k-th varying angle, and what these angles are.
+
+    A condition on classical bits adds no frequency, unlike a control: there is no coherence between its cases."""
+    made, angles = Circuit(circuit.wires, circuit.bits), list[VaryingAngle]()
+    for operation in circuit.operations:
+        parameters = []
+        for which, parameter in enumerate(operation.parameters):
+            if parameter.is_constant:
+                parameters.append(parameter)
+            else:
+                parameters.append(weight(len(angles)))
+                angles.append(VaryingAngle(parameter, operation.frequencies(which)))
+        made.append(replace(operation, parameters=tuple(parameters)))
+    return made, tuple(angles)
 
 
 def shift_rule(frequencies: tuple[float, ...]) -> list[tuple[float, float]]:
@@ -24,50 +53,43 @@ def shift_rule(frequencies: tuple[float, ...]) -> list[tuple[float, float]]:
 
 
 def parameter_shift(
-    circuit: Circuit, evaluate: Evaluate, weights: np.ndarray, features: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Each angle of each operation is shifted by itself; weights and features share the sums."""
+    angles: Sequence[VaryingAngle],
+    evaluate: Callable[[np.ndarray], float],
+    weights: np.ndarray,
+    features: np.ndarray,
+) -> Gradients:
+    """evaluate: a function of the state that the separated circuit makes with these angles, or an estimate of it."""
     found = np.zeros(len(weights)), np.zeros(len(features))
-    operations = circuit.operations
-    for number, operation in enumerate(operations):
-        for which, parameter in enumerate(operation.parameters):
-            if parameter.is_constant or not (frequencies := operation.frequencies(which)):
-                continue
-            slope = 0.0
-            for shift, coefficient in shift_rule(frequencies):
-                for sign in (1, -1):
-                    moved = _with(circuit, number, _shifted(operation, which, sign * shift))
-                    slope += sign * coefficient * evaluate(moved, weights, features)
-            for total, terms in zip(found, (parameter.weights, parameter.features), strict=True):
-                for index, factor in terms:
-                    total[index] += factor * slope
+    values = np.array([each.parameter.evaluate(weights, features) for each in angles], dtype=np.float64)
+    for number, angle in enumerate(angles):
+        if not angle.frequencies:
+            continue
+        slope, kept = 0.0, values[number]
+        for shift, coefficient in shift_rule(angle.frequencies):
+            for sign in (1, -1):
+                values[number] = kept + sign * shift
+                slope += sign * coefficient * evaluate(values)
+        values[number] = kept
+        for total, terms in zip(found, (angle.parameter.weights, angle.parameter.features), strict=True):
+            for index, factor in terms:
+                total[index] += factor * slope
     return found
 
 
 def finite_differences(
-    circuit: Circuit, evaluate: Evaluate, weights: np.ndarray, features: np.ndarray, step: float = STEP
-) -> tuple[np.ndarray, np.ndarray]:
+    evaluate: Callable[[np.ndarray, np.ndarray], float],
+    weights: np.ndarray,
+    features: np.ndarray,
+    step: float = STEP,
+) -> Gradients:
     found = np.zeros(len(weights)), np.zeros(len(features))
     for values, total in zip((weights, features), found, strict=True):
         for index in range(len(values)):
             kept = values[index]
             values[index] = kept + step
-            ahead = evaluate(circuit, weights, features)
+            ahead = evaluate(weights, features)
             values[index] = kept - step
-            behind = evaluate(circuit, weights, features)
+            behind = evaluate(weights, features)
             values[index] = kept
             total[index] = (ahead - behind) / (2 * step)
     return found
-
-
-def _shifted(operation: Operation, which: int, shift: float) -> Operation:
-    angles = list(operation.parameters)
-    angles[which] = angles[which] + shift
-    return replace(operation, parameters=tuple(angles))
-
-
-def _with(circuit: Circuit, number: int, operation: Operation) -> Circuit:
-    changed = type(circuit)(circuit.wires, circuit.bits)
-    for at, each in enumerate(circuit.operations):
-        changed.append(operation if at == number else each)
-    return changed

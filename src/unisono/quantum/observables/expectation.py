@@ -24,7 +24,7 @@ from unisono.quantum.observables.observable import PauliString, PauliSum
 from unisono.quantum.observables.observable import observables as parsed
 from unisono.quantum.state import State, require_state
 
-_TO_Z = {"X": ("h", "h"), "Y": ("sx", "sxdg")}  # the gate that makes the Pauli Z, and the one back
+TO_Z = {"X": ("h", "h"), "Y": ("sx", "sxdg")}  # the gate that makes the Pauli Z, and the one back
 _IN_FRAME = {  # what a Pauli is once the wire is turned, and its sign
     "X": {"X": ("Z", 1), "Z": ("X", 1), "Y": ("Y", -1)},
     "Y": {"Y": ("Z", 1), "Z": ("Y", -1), "X": ("X", 1)},
@@ -38,17 +38,17 @@ def expectations(state: State, observables: Any, *, restore: bool = True) -> tor
 
 class Observed:
     """Observables made ready to be read many times: `sums` are their Pauli strings, matrices written out, and
-    `projectors` what is left."""
+    `projectors` what is left; `pauli_strings` has each string once."""
 
     def __init__(self, observables: Sequence[PauliSum], wires: int) -> None:
         plain = [each.check(wires) for each in observables]
         self.sums = [PauliSum(each.terms, each.blocks).paulis().terms for each in plain]
         self.projectors = [each.projectors for each in plain]
-        self._pauli_strings = sorted({pauli_string for terms in self.sums for _, pauli_string in terms})
+        self.pauli_strings = sorted({pauli_string for terms in self.sums for _, pauli_string in terms})
 
     def values(self, state: State, *, restore: bool = True) -> torch.Tensor:
         values = dict(
-            zip(self._pauli_strings, pauli_values(state, self._pauli_strings, restore=restore).tolist(), strict=True)
+            zip(self.pauli_strings, pauli_values(state, self.pauli_strings, restore=restore).tolist(), strict=True)
         )
         found = [
             sum(coefficient * values[pauli_string] for coefficient, pauli_string in terms)
@@ -93,7 +93,7 @@ def _rotate(state: State, rotations: BasisRotations, *, back: bool) -> None:
     for wire, pauli in rotations:
         axis = state.axis(wire)
         assert axis is not None, f"wire {wire} is rotated while it is global"
-        operations.append(Operation(gate(_TO_Z[pauli][back]), (axis,)))
+        operations.append(Operation(gate(TO_Z[pauli][back]), (axis,)))
     if operations:
         state.apply(LocalOperations(tuple(operations)))
 
