@@ -6,7 +6,8 @@ The names below load what they need on first use. In this folder is what users c
 
     state        a state vector sharded over ranks        outputs     probabilities, samples, variances, ...
     layer        a circuit as a torch module              shots       measured classical bits
-    storage      states on disk                           command     `unisono qsim`, which runs a job
+    functional   circuits as differentiable functions     command     `unisono qsim`, which runs a job
+    storage      states on disk
     arguments    checks of what callers pass              qiskit_circuits   circuits of Qiskit
 
 and below it, from the ground up: circuit/ (gates, channels and circuits), observables/, schedule/ (when ranks exchange
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from unisono.quantum.circuit.templates import strongly_entangling as strongly_entangling
     from unisono.quantum.circuit.templates import uccsd as uccsd
     from unisono.quantum.distributed.rank_groups import share as share
+    from unisono.quantum.functional import amplitude_embedding as amplitude_embedding
+    from unisono.quantum.functional import evaluate as evaluate
     from unisono.quantum.layer import Layer as Layer
     from unisono.quantum.noise.density import DensityState as DensityState
     from unisono.quantum.noise.model import with_noise as with_noise
@@ -91,11 +94,13 @@ _HOME = {
     "Y": "observables.observable",
     "Z": "observables.observable",
     "amplitude_damping": "circuit.channels",
+    "amplitude_embedding": "functional",
     "amplitudes": "outputs",
     "bit_flip": "circuit.channels",
     "counts": "outputs",
     "density": "outputs",
     "depolarizing": "circuit.channels",
+    "evaluate": "functional",
     "expectations": "observables.expectation",
     "feature": "circuit.parameter",
     "fidelity": "outputs",

@@ -34,6 +34,7 @@ from unisono.quantum.circuit.circuit import Circuit, require_circuit
 from unisono.quantum.circuit.deferred import deferred
 from unisono.quantum.circuit.parameter import finite_vector, require_seed
 from unisono.quantum.distributed.exchange import DEFAULT_CHUNK
+from unisono.quantum.distributed.global_index_map import GlobalIndexMap
 from unisono.quantum.distributed.memory import require_room
 from unisono.quantum.distributed.program import QuantumProgram
 from unisono.quantum.distributed.rank_groups import Grid, RankGroup, share, share_grid
@@ -45,13 +46,14 @@ from unisono.quantum.kernels.runner import require_kernel
 from unisono.quantum.observables.observable import observables as parsed
 from unisono.quantum.schedule.logical_qubits import narrowest
 from unisono.quantum.schedule.schedule import Schedule
-from unisono.quantum.state import State, device_of, nodes_of
+from unisono.quantum.state import NORM_TOLERANCE, State, device_of, nodes_of
 from unisono.torch_compat import is_functorch_wrapped
 from unisono.torch_patches import original
 
 METHODS = ("adjoint", "parameter-shift", "finite-diff")
 MOST_SHOTS = 1 << 31
 MOST_SPARE = 4  # wires that shots may add for deferred measurements; beyond, each shot is a trajectory
+Start = torch.Tensor | None  # the amplitudes that a sample begins with, in the order of the circuit's wires
 KEPT = 256 << 20  # bytes of final states that a forward keeps for its backward; beyond, circuits are run again
 
 
@@ -119,7 +121,7 @@ class Layer(nn.Module):
             raise MissingPackageError("numba", "a quantum layer on the CPU (kernel='reference' is slow)", "quantum")
         self.features = circuit.features
         self.weights = nn.Parameter(_initial(weights, circuit, self.real_dtype, self.seed))
-        self._programs: dict[tuple[int, bool], QuantumProgram] = {}
+        self._programs: dict[tuple[int, bool, bool], QuantumProgram] = {}
         self._shares: dict[bool, RankGroup] = {}
         if mesh is not None:
             self._shares = dict.fromkeys((False, True), share_grid(mesh, self.wires, batch_axis, state_axis))
@@ -154,24 +156,54 @@ class Layer(nn.Module):
     def real_dtype(self) -> torch.dtype:
         return torch.float32 if self.dtype == torch.complex64 else torch.float64
 
-    def forward(self, x: torch.Tensor | None = None) -> torch.Tensor:
-        """x: (batch, features), or (features,) for one sample, or None for a circuit without features."""
+    def forward(self, x: torch.Tensor | None = None, initial: torch.Tensor | None = None) -> torch.Tensor:
+        """x: (batch, features), or (features,) for one sample, or None for a circuit without features.
+
+        initial: 2^wires amplitudes of norm one to begin with instead of |0...0>, or (batch, 2^wires), one state for
+        each sample; they may need gradients. Wire 0 is the most significant bit of their index."""
+        start = None if initial is None else self._checked_initial(initial)
         if x is None:
-            x = self.weights.new_zeros((1, 0))
-            return self(x)[0] if not self.features else self._refuse(x)
+            x = self.weights.new_zeros((1 if start is None or start.dim() == 1 else len(start), 0))
+            if self.features:
+                return self._refuse(x)
+            return self(x, start) if start is not None and start.dim() == 2 else self(x, start)[0]
         if not isinstance(x, torch.Tensor) or x.is_complex():
             kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
             raise UsageError(f"input of type {kind}: expected a tensor of real numbers, (batch, {self.features})")
-        if x.dim() == 1:
-            return self(x[None])[0]
+        if x.dim() == 1 and (start is None or start.dim() == 1):
+            return self(x[None], start)[0]
         if x.dim() != 2 or x.shape[1] != self.features:
             return self._refuse(x)
-        if any(is_functorch_wrapped(each) for each in (self.weights, x)):
+        if start is not None and start.dim() == 2 and len(start) != len(x):
+            raise UsageError(
+                f"{len(start)} initial states for a batch of {len(x)}: expected one for each sample, or one"
+            )
+        if any(is_functorch_wrapped(each) for each in (self.weights, x, start) if each is not None):
             raise UsageError(
                 "a quantum layer under torch.func (vmap, grad, jvp, ...): its kernels need real numbers; call it with "
                 "(batch, features), which does all samples at once, and use autograd (backward, torch.autograd.grad)"
             )
-        return _Evaluate.apply(self.weights, x, self, self._shot_keys(len(x)))
+        if start is not None:
+            start = start.to(self.dtype).expand(len(x), -1)
+        return _Evaluate.apply(self.weights, x, start, self, self._shot_keys(len(x)))
+
+    def _checked_initial(self, initial: Any) -> torch.Tensor:
+        size = 1 << self.circuit.wires
+        if not isinstance(initial, torch.Tensor) or not (initial.is_complex() or initial.is_floating_point()):
+            raise UsageError(f"initial={shown(initial)}: expected a tensor of {size} amplitudes, or of (batch, {size})")
+        if initial.dim() not in (1, 2) or initial.shape[-1] != size:
+            raise UsageError(f"initial of shape {tuple(initial.shape)}: expected ({size},) or (batch, {size})")
+        if initial.requires_grad and self.diff != "adjoint":
+            raise UsageError(
+                f"initial amplitudes that need a gradient, and diff={self.diff!r}: expected diff='adjoint'"
+            )
+        norms = torch.linalg.vector_norm(initial.detach(), dim=-1).reshape(-1)
+        if not bool(((norms - 1).abs() <= NORM_TOLERANCE).all()):
+            worst = norms[int((norms - 1).abs().nan_to_num(torch.inf).argmax())]
+            raise UsageError(
+                f"initial amplitudes of norm {worst:.6g}: expected 1; uq.amplitude_embedding divides by it"
+            )
+        return initial
 
     def _shot_keys(self, batch: int) -> np.ndarray:
         """Seeds of the shots of one call, (batch, 2)."""
@@ -200,19 +232,27 @@ class Layer(nn.Module):
             self._shares[several] = share(self.comm, self.wires, batch=groups, narrowest=least)
         return self._shares[several]
 
-    def run(self, weights: np.ndarray, features: np.ndarray, ranks: RankGroup) -> State:
-        """The state that the circuit makes for one sample."""
-        return self.fresh(ranks).run(self.program(ranks), weights, features)
+    def run(self, given: tuple[Any, Any], ranks: RankGroup, start: Start = None, apart: bool = False) -> State:
+        """The state that the circuit makes for one sample. apart: `given` has the varying angles, one by one."""
+        return self.fresh(ranks, start).run(self.program(ranks, apart, start is not None), *given)
 
-    def evaluate(self, given: tuple[Any, Any], ranks: RankGroup, seed: tuple[int, ...], apart: bool) -> torch.Tensor:
-        """The output for one sample, or an estimate from shots. apart: `given` has the varying angles, one by one."""
+    def evaluate(
+        self, given: tuple[Any, Any], ranks: RankGroup, seed: tuple[int, ...], apart: bool, start: Start
+    ) -> torch.Tensor:
+        """The output for one sample, or an estimate from shots."""
         if self.estimates is not None and self.by_trajectories:
-            return self.estimates.of_trajectories(self._circuits[apart], self.fresh(ranks), given, seed)
-        state = self.fresh(ranks).run(self.program(ranks, apart), *given)
+            return self.estimates.of_trajectories(self._circuits[apart], self.fresh(ranks, start), given, seed)
+        state = self.run(given, ranks, start, apart)
         return self.output.read(state) if self.estimates is None else self.estimates.of_state(state, seed)
 
-    def fresh(self, ranks: RankGroup) -> State:
-        return State(self.wires, ranks.comm, dtype=self.dtype, device=self.device, kernel=self.kernel)
+    def fresh(self, ranks: RankGroup, start: Start = None) -> State:
+        """A state before the circuit, |0...0> or these amplitudes; spare wires are |0>."""
+        state = State(self.wires, ranks.comm, dtype=self.dtype, device=self.device, kernel=self.kernel)
+        if start is not None:
+            full = start.new_zeros((len(start), 1 << (self.wires - self.circuit.wires)))
+            full[:, 0] = start
+            state.load_amplitudes(full.view(-1))
+        return state
 
     def require_gradient_room(self, ranks: RankGroup) -> None:
         """Refuse, before a forward allocates anything, what its backward would not find room for."""
@@ -220,11 +260,13 @@ class Layer(nn.Module):
         what = "a state and its co-state, for gradients,"
         require_room(wires, ranks.global_qubits, self.dtype, device, DEFAULT_CHUNK, ranks.comm, what, states=2)
 
-    def program(self, ranks: RankGroup, apart: bool = False) -> QuantumProgram:
-        """The circuit for this rank, its kernels ready. apart: with each varying angle as a weight of its own."""
-        key = (ranks.global_qubits, apart)
+    def program(self, ranks: RankGroup, apart: bool = False, any_start: bool = False) -> QuantumProgram:
+        """The circuit for this rank, its kernels ready. apart: with each varying angle as a weight of its own.
+        any_start: from any state in the order of wires, not from |0...0>."""
+        key = (ranks.global_qubits, apart, any_start)
         if key not in self._programs:
-            schedule = Schedule.of(self._circuits[apart], 1 << ranks.global_qubits, nodes=nodes_of(ranks.comm))
+            circuit, order = self._circuits[apart], range(self.wires) if any_start else None
+            schedule = Schedule.of(circuit, 1 << ranks.global_qubits, nodes=nodes_of(ranks.comm), start=order)
             made = QuantumProgram.of(schedule, ranks.comm.rank if ranks.comm else 0)
             axes, device = self.wires - ranks.global_qubits, device_of(ranks.comm, self.device)
             made.prepare(axes, self.dtype, device, self.kernel)
@@ -257,9 +299,11 @@ class Layer(nn.Module):
 
 class _Evaluate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights: torch.Tensor, x: torch.Tensor, layer: Layer, keys: np.ndarray) -> torch.Tensor:
+    def forward(
+        ctx: Any, weights: torch.Tensor, x: torch.Tensor, initial: Start, layer: Layer, keys: np.ndarray
+    ) -> torch.Tensor:
         ctx.layer, ctx.keys = layer, keys
-        ctx.save_for_backward(weights, x)
+        ctx.save_for_backward(weights, x, *([] if initial is None else [initial]))
         ctx.kept = {}
         numbers, samples = _numbers(weights), _numbers(x)
         _require_finite(numbers, samples)
@@ -270,11 +314,12 @@ class _Evaluate(torch.autograd.Function):
         if needed and len(_mine(ranks, len(samples))):
             layer.require_gradient_room(ranks)
         for sample in _mine(ranks, len(samples)):
+            given, start = (numbers, samples[sample]), None if initial is None else initial[sample]
             if layer.shots is not None:
                 seed = (layer.seed, *keys[sample].tolist(), 0)
-                out[sample] = layer.evaluate((numbers, samples[sample]), ranks, seed, apart=False)
+                out[sample] = layer.evaluate(given, ranks, seed, False, start)
                 continue
-            state = layer.run(numbers, samples[sample], ranks)
+            state = layer.run(given, ranks, start)
             out[sample] = layer.output.read(state)
             if needed and len(ctx.kept) < max(1, room):
                 ctx.kept[sample] = state
@@ -285,57 +330,73 @@ class _Evaluate(torch.autograd.Function):
         with torch.no_grad():
             found = _Evaluate.gradients(ctx, gradient)
         if torch.is_grad_enabled():  # create_graph=True: what is done with the gradients may be differentiated
-            found = _FirstOnly.apply(*found, gradient, *ctx.saved_tensors)
-        return *found, None, None
+            found = _FirstOnly.apply(len(found), *found, gradient, *ctx.saved_tensors)
+        return (*found, None, None, None)[:5]
 
     @staticmethod
-    def gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of the weights, the samples and, if there are any, the initial amplitudes."""
         layer: Layer = ctx.layer
-        weights, x = ctx.saved_tensors
+        weights, x, *more = ctx.saved_tensors
         numbers, samples = _numbers(weights), _numbers(x)
         ranks = layer.share(len(samples))
-        of_weights, of_samples = np.zeros(len(numbers)), np.zeros(samples.shape)
+        found = [np.zeros(len(numbers)), np.zeros(samples.shape)]
+        found += [np.zeros(each.shape, dtype=np.complex128) for each in more]
         for sample in _mine(ranks, len(samples)):
-            given = (numbers, samples[sample])
+            given, start = (numbers, samples[sample]), more[0][sample] if more else None
+            towards = gradient[sample].detach().cpu()
             if layer.diff == "adjoint":
-                state = ctx.kept.pop(sample, None) or layer.run(*given, ranks)
-                parts = _adjoint(layer, state, gradient[sample].detach().cpu(), given, ranks)
+                state = ctx.kept.pop(sample, None) or layer.run(given, ranks, start)
+                costate = layer.output.costate(state, torch.empty(0), towards)
+                program = layer.program(ranks, any_start=bool(more))
+                parts = gradients(program, state, costate, *given)
+                if more and ctx.needs_input_grad[2]:
+                    found[2][sample] = _of_initial(layer, program, costate)
             else:
                 seed = (layer.seed, *ctx.keys[sample].tolist())
-                parts = _by_running(layer, gradient[sample].detach().cpu(), given, ranks, seed)
-            of_weights += parts[0]
-            of_samples[sample] = parts[1]
-        both = torch.from_numpy(np.concatenate([of_weights, of_samples.reshape(-1)]))
+                parts = _by_running(layer, towards, given, ranks, seed, start)
+            found[0] += parts[0]
+            found[1][sample] = parts[1]
+        together = torch.from_numpy(np.concatenate([each.reshape(-1).view(np.float64) for each in found]))
         if layer.comm is not None and layer.comm.size > 1:
-            layer.comm.all_reduce(both)
-        return both[: len(numbers)].to(weights), both[len(numbers) :].view(x.shape).to(x)
+            layer.comm.all_reduce(together)
+        sizes = [each.size * each.itemsize // 8 for each in found]
+        split = [
+            torch.from_numpy(part.numpy().view(own.dtype).reshape(own.shape))
+            for part, own in zip(together.split(sizes), found, strict=True)
+        ]
+        return tuple(part.to(given) for part, given in zip(split, ctx.saved_tensors, strict=True))
 
 
 class _FirstOnly(torch.autograd.Function):
     """Gradients as they are, which raise when they are differentiated: torch would take them for constants."""
 
     @staticmethod
-    def forward(ctx: Any, of_weights: torch.Tensor, of_x: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return of_weights.clone(), of_x.clone()
+    def forward(ctx: Any, count: int, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(each.clone() for each in given[:count])
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
         raise UsageError("the gradients of a quantum layer were differentiated; it has first derivatives only")
 
 
-def _adjoint(layer: Layer, state: State, gradient: torch.Tensor, given: tuple, ranks: RankGroup) -> tuple:
-    costate = layer.output.costate(state, torch.empty(0), gradient)
-    return gradients(layer.program(ranks), state, costate, *given)
+def _of_initial(layer: Layer, program: QuantumProgram, costate: State) -> np.ndarray:
+    """From the co-state that was walked back to the beginning; each rank of a state reports its share of all of it."""
+    costate.layout, costate.index_map = program.schedule.start, GlobalIndexMap(costate.global_qubits)
+    full = costate.amplitudes().view(1 << layer.circuit.wires, -1)[:, 0]
+    return (2 * full.to(torch.complex128).cpu() / (1 << costate.global_qubits)).numpy()
 
 
-def _by_running(layer: Layer, gradient: torch.Tensor, at: tuple, ranks: RankGroup, seed: tuple[int, ...]) -> tuple:
+def _by_running(
+    layer: Layer, gradient: torch.Tensor, at: tuple, ranks: RankGroup, seed: tuple[int, ...], start: Start
+) -> tuple:
     """Gradients of Re <gradient, output>; every rank of a state has them in full, so each reports its share."""
     number = count(1)
 
     def evaluate(*numbers: np.ndarray) -> float:
         apart = len(numbers) == 1  # angles; else weights and features
         given = (numbers[0], () if apart else numbers[1])
-        output = layer.evaluate(given, ranks, (*seed, next(number)), apart)
+        output = layer.evaluate(given, ranks, (*seed, next(number)), apart, start)
         return float((gradient.conj() * output).real.double().sum())
 
     weights, features = at[0].copy(), at[1].copy()
