@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ from tests.quantum.circuits import random_circuit
 from unisono.errors import UsageError
 from unisono.quantum.circuit.circuit import Circuit
 from unisono.quantum.circuit.parameter import feature, weight
-from unisono.quantum.qasm import QasmError, from_qasm, load_qasm
+from unisono.quantum.qasm import QasmError, flow, from_qasm, load_qasm, reader
 from unisono.quantum.qasm.catalogue import FILES
 from unisono.quantum.shots import measured
 
@@ -260,7 +262,7 @@ def test_include_of_a_file(tmp_path: Path) -> None:
         (TWO + "qreg q[1];\nh q[0]; ´", "4:9", "'´' is not OpenQASM"),
         (TWO + "qreg q[1];\n/* no end", "4:1", "a comment that never ends"),
         ('OPENQASM 2.0;\ninclude "other.inc";', "2:9", "include 'other.inc': no such file"),
-        (THREE + "qubit[2] q;\nwhile (true) { h q[0]; }", "4:1", "'while' is not in the part"),
+        (THREE + "qubit[2] q;\nswitch (1) { }", "4:1", "'switch' is not in the part"),
         (THREE + "qubit[2] q;\npow(0.5) @ h q[0];", "4:12", "expected a whole number"),
         (THREE + "qubit[2] q;\nctrl(0) @ h q[0];", "4:1", "expected a number of 1 or more"),
         (THREE + "qubit[2] q; bit c;\nc = 1;", "4:5", "can only be assigned a measurement"),
@@ -316,3 +318,98 @@ def test_integers_divide_as_the_version_says() -> None:
     three = from_qasm(THREE + "qubit q; rx(3/2) q; rx(3.0/2) q; rx(2**3) q;")
     assert two.operations[0].parameters[0].constant == 0.5
     assert [each.parameters[0].constant for each in three.operations] == [1, 1.5, 8]
+
+
+def test_subroutines_become_the_operations_they_stand_for() -> None:
+    read = from_qasm(
+        THREE
+        + """
+        const int n = 3;
+        def half(float x) -> float { return x / 2; }
+        def level(int k) -> int { if (k == 0) return 1; else return k * level(k - 1); }
+        def entangle(qubit[2] pair, angle theta, int times) {
+            for int i in [1:times] { rx(half(theta) * i) pair[0]; cx pair[0], pair[1]; }
+            if (times > 1 && !(times == 5)) { z pair[1]; } else { y pair[1]; }
+        }
+        def read(qubit a) -> bit { h a; return measure a; }
+        def both(qubit[2] a) -> bit[2] { bit[2] own; own = measure a; reset a[0]; return own; }
+        qubit[n] q; bit[2] c; input float w;
+        entangle(q[0:1], w, 2);
+        entangle(q[1:2], 0.5 - 1, 1);
+        rz(level(3)) q[2];
+        c[1] = read(q[2]);
+        if (c[1]) { c[0] = read(q[0]); }
+        bit[2] d = both(q[1:2]);
+        """
+    )
+    expected = Circuit(3, bits=4).rx(0, 0.5 * weight(0)).cnot(0, 1).rx(0, weight(0)).cnot(0, 1).z(1)
+    expected.rx(1, -0.25).cnot(1, 2).y(2).rz(2, 6).h(2).measure(2, 1).apply("h", 0, condition={1: 1})
+    expected.append(replace(Circuit(3, bits=4).measure(0, 0).operations[0], condition=((1, 1),)))
+    assert read == expected.measure(1, 2).measure(2, 3).reset(1)
+
+
+def test_loops_arrays_and_variables() -> None:
+    read = from_qasm(
+        THREE
+        + """
+        qubit[2] q; int i = 0; float total;
+        array[float[64], 3] angles = {0.1, 0.2, 0.3};
+        array[int[8], 2, 2] m = {{0, 1}, {1, 0}};
+        while (i < 10) {
+            i += 1;
+            if (i == 2) continue;
+            if (i > sizeof(angles)) { break; }
+            angles[i - 1] = angles[i - 1] * 2;
+            rx(angles[i - 1]) q[m[i % 2][1]];
+            total = total + i;
+        }
+        for float a in angles ry(a) q[m[1, 1]];
+        while (false) if (i == 0) { x q[0]; } else { y q[0]; }
+        rz(total) q[0];
+        """
+    )
+    expected = Circuit(2).rx(0, 0.2).rx(0, 0.6).ry(0, 0.2).ry(0, 0.2).ry(0, 0.6).rz(0, 4)
+    assert [(each.name, each.targets) for each in read.operations] == [
+        (each.name, each.targets) for each in expected.operations
+    ]
+    np.testing.assert_allclose([each.angles() for each in read.operations], [e.angles() for e in expected.operations])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def f(qubit a) { h a; }\nqubit q;\nf(q, q);", "qasm:5:1: 'f' takes 1 arguments, but got more"),
+        ("def f(qubit a) { h a; }\nqubit[2] q;\nf(q);", "qasm:5:3: parameter 'a' is one qubit, but 'q' has 2"),
+        ("def f(qubit a, qubit b) { cx a, b; }\nqubit q;\nf(q, q);", "qasm:5:1: 'f' is given a qubit twice"),
+        ("def f(int n) -> int { return f(n + 1); }\nqubit q;\nrx(f(0)) q;", "called 64 subroutines deep"),
+        ("def f(qubit a) { h b; }\nqubit q;\nf(q);", "qasm:3:20: 'b' is not defined"),
+        ("def f(qubit a) -> bit { h a; }\nqubit q; bit c;\nc = f(q);", "qasm:3:30: 'f' ends without a 'return'"),
+        ("def f(qubit a) { h a; }\nqubit q; bit c;\nc = f(q);", "qasm:5:5: 'f' returns no bits"),
+        ("def f(array[int, 2] a) { }\nqubit q;", "qasm:3:7: 'array' as a type in a subroutine is not read"),
+        ("qubit q; bit c;\nwhile (c) { c = measure q; }", "qasm:4:1: a 'while' on measured bits is not read"),
+        ("qubit q;\nwhile (true) { }", "qasm:4:1: a loop of more than 65536 iterations"),
+        ("qubit q; bit c; int i = 0; c = measure q;\nif (c) { i = 1; }", "qasm:4:10: 'i' is declared outside"),
+        ("qubit q; array[int, 2] a = {1, 2, 3};", "qasm:3:28: 3 elements for an array of 2"),
+        ("qubit q; array[int, 2] a; rx(a[2]) q;", "qasm:3:32: index 2 is out of range; the array has 2"),
+        ("qubit q;\nbreak;", "qasm:4:1: 'break' outside of a loop"),
+        ("return;", "qasm:3:1: 'return' outside of a subroutine"),
+    ],
+)
+def test_subroutines_and_loops_that_cannot_be_read(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "65536" in message:
+        monkeypatch.setattr(flow, "_LONGEST_WHILE", 100)
+        message = message.replace("65536", "100")
+    with pytest.raises(QasmError, match=re.escape(message)):
+        from_qasm(THREE + text)
+
+
+def test_texts_that_never_end_are_refused_at_their_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "MOST_OPERATIONS", 1000)
+    with pytest.raises(QasmError, match=r"qasm:5:.*more than 1000 operations"):
+        from_qasm(THREE + "qubit q;\nfor int i in [1:100] { for int j in [1:100] {\nx q; } }")
+    monkeypatch.setattr(reader, "MOST_STATEMENTS", 500)
+    text = (
+        "def fib(int n) -> int { if (n < 2) { return n; } return fib(n - 1) + fib(n - 2); }\nqubit q;\nrx(fib(40)) q;"
+    )
+    with pytest.raises(QasmError, match=r"qasm:3:.*more than 500 statements"):
+        from_qasm(THREE + text)

@@ -1,7 +1,7 @@
 """OpenQASM 2 and the common part of 3: circuits from text and to text.
 
-    reader    from_qasm, load_qasm: a circuit from text; token, expression, call and scope are its parts, catalogue and
-              native the gates it knows
+    reader    from_qasm, load_qasm: a circuit from text; token, expression, call, flow (if, for, while), subroutine and
+              scope are its parts, catalogue and native the gates it knows
     writer    dumps: a circuit as text; decompose rewrites what the language has no gate for
 
 Called by Circuit.to_qasm and the qsim command.

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unisono.errors import UsageError
 from unisono.quantum.circuit.parameter import Affine
 from unisono.quantum.qasm.token import Cursor, Token
+
+if TYPE_CHECKING:
+    from unisono.quantum.qasm.scope import Scope
 
 Value = int | float | Affine
 
@@ -42,9 +46,12 @@ FUNCTIONS: dict[str, Callable[..., float]] = {
 CASTS = ("float", "angle", "int", "uint")
 _LARGEST_EXPONENT = 1024
 _LEVELS = (("+", "-"), ("*", "/", "%"))
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+}  # fmt: skip
 
 
-def evaluate(cursor: Cursor, values: Mapping[str, Value], version: int, level: int = 0) -> Value:
+def evaluate(cursor: Cursor, values: Mapping[str, Any], version: int, level: int = 0) -> Value:
     """The value of the expression at the cursor, which moves behind it."""
     if level == len(_LEVELS):
         return _unary(cursor, values, version)
@@ -55,7 +62,7 @@ def evaluate(cursor: Cursor, values: Mapping[str, Value], version: int, level: i
     return left
 
 
-def integer(cursor: Cursor, values: Mapping[str, Value], version: int) -> int:
+def integer(cursor: Cursor, values: Mapping[str, Any], version: int) -> int:
     token = cursor.token
     value = evaluate(cursor, values, version)
     if not isinstance(value, int):
@@ -63,7 +70,7 @@ def integer(cursor: Cursor, values: Mapping[str, Value], version: int) -> int:
     return value
 
 
-def _unary(cursor: Cursor, values: Mapping[str, Value], version: int) -> Value:
+def _unary(cursor: Cursor, values: Mapping[str, Any], version: int) -> Value:
     if cursor.skip("-"):
         return -_unary(cursor, values, version)
     if cursor.skip("+"):
@@ -76,7 +83,7 @@ def _unary(cursor: Cursor, values: Mapping[str, Value], version: int) -> Value:
     return base
 
 
-def _atom(cursor: Cursor, values: Mapping[str, Value], version: int) -> Value:
+def _atom(cursor: Cursor, values: Mapping[str, Any], version: int) -> Value:
     token = cursor.token
     if cursor.skip("("):
         inner = evaluate(cursor, values, version)
@@ -88,7 +95,12 @@ def _atom(cursor: Cursor, values: Mapping[str, Value], version: int) -> Value:
         return float(cursor.next().text.replace("_", ""))
     cursor.kind("name", "a number or an expression")
     if token.text in values:
-        return values[token.text]
+        return _read(cursor, token, values, version)
+    if token.text == "sizeof":
+        cursor.expect("(")
+        found = values.get(cursor.kind("name", "an array").text)
+        cursor.expect(")")
+        return len(found) if isinstance(found, list) else cursor.fail("expected the name of an array", token)
     if token.text in CONSTANTS:
         return CONSTANTS[token.text]
     if token.text in FUNCTIONS:
@@ -98,7 +110,7 @@ def _atom(cursor: Cursor, values: Mapping[str, Value], version: int) -> Value:
     return _cast(cursor, token, values, version)
 
 
-def _cast(cursor: Cursor, token: Token, values: Mapping[str, Value], version: int) -> Value:
+def _cast(cursor: Cursor, token: Token, values: Mapping[str, Any], version: int) -> Value:
     if cursor.skip("["):
         evaluate(cursor, values, version)
         cursor.expect("]")
@@ -110,7 +122,7 @@ def _cast(cursor: Cursor, token: Token, values: Mapping[str, Value], version: in
     return _checked(cursor, token, lambda: int(_plain(cursor, token, value)))
 
 
-def _call(cursor: Cursor, token: Token, values: Mapping[str, Value], version: int) -> Value:
+def _call(cursor: Cursor, token: Token, values: Mapping[str, Any], version: int) -> Value:
     cursor.expect("(")
     arguments = [_plain(cursor, token, evaluate(cursor, values, version))]
     while cursor.skip(","):
@@ -162,3 +174,126 @@ def _checked(cursor: Cursor, token: Token, compute: Callable[[], Any]) -> Any:
     if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
         cursor.fail(f"{token.text!r} gives {value}, which is no finite real number", token)
     return value
+
+
+# ---- conditions, arrays and assignments, computed while the text is read --------------------------------------------
+
+
+def truth(cursor: Cursor, values: Mapping[str, Any], version: int) -> bool:
+    """The value of a condition on numbers at the cursor: comparisons joined by && and ||."""
+    found = _all(cursor, values, version)
+    while cursor.skip("||"):
+        found = _all(cursor, values, version) or found
+    return found
+
+
+def _all(cursor: Cursor, values: Mapping[str, Any], version: int) -> bool:
+    found = _compared(cursor, values, version)
+    while cursor.skip("&&"):
+        found = _compared(cursor, values, version) and found
+    return found
+
+
+def _compared(cursor: Cursor, values: Mapping[str, Any], version: int) -> bool:
+    if cursor.skip("!"):
+        return not _compared(cursor, values, version)
+    token = cursor.token
+    if cursor.sees("("):  # around a number, or around a condition
+        inside = cursor.at(cursor.position + 1)
+        try:
+            evaluate(inside, values, version)
+            is_number = inside.sees(")")
+        except UsageError:
+            is_number = False
+        if not is_number:
+            cursor.next()
+            found = truth(cursor, values, version)
+            cursor.expect(")")
+            return found
+    left = _plain(cursor, token, evaluate(cursor, values, version))
+    if not cursor.sees(*_COMPARISONS):
+        return bool(left)
+    sign = cursor.next()
+    return _COMPARISONS[sign.text](left, _plain(cursor, sign, evaluate(cursor, values, version)))
+
+
+def array(cursor: Cursor, scope: Scope, sizes: tuple[int, ...]) -> list[Any]:
+    """The initial value of an array: nested lists, or zeros."""
+    if not sizes:
+        cursor.fail("an array without sizes: expected array[type, size] name")
+    if not cursor.skip("="):
+        return _zeros(sizes)
+    return _elements(cursor, scope, sizes)
+
+
+def _zeros(sizes: tuple[int, ...]) -> list[Any]:
+    return [_zeros(sizes[1:]) if sizes[1:] else 0 for _ in range(sizes[0])]
+
+
+def _elements(cursor: Cursor, scope: Scope, sizes: tuple[int, ...]) -> list[Any]:
+    start = cursor.expect("{")
+    found = [_elements(cursor, scope, sizes[1:]) if sizes[1:] else scope.number(cursor)]
+    while cursor.skip(","):
+        found.append(_elements(cursor, scope, sizes[1:]) if sizes[1:] else scope.number(cursor))
+    cursor.expect("}")
+    if len(found) != sizes[0]:
+        cursor.fail(f"{len(found)} elements for an array of {sizes[0]}", start)
+    return found
+
+
+def assign(cursor: Cursor, scope: Scope) -> None:
+    """`x = 2;`, `x += 1;`, `a[2] = x;`: changes the variable in the scope that declares it."""
+    token = cursor.next()
+    held = next(values for values in scope.values.maps if token.text in values)
+    if isinstance(held[token.text], Affine):
+        cursor.fail(f"{token.text!r} is an input; it cannot be assigned", token)
+    depth = len(scope.values.maps) - 1 - next(at for at, values in enumerate(scope.values.maps) if values is held)
+    if depth < scope.fixed:
+        cursor.fail(
+            f"{token.text!r} is declared outside of this condition or subroutine; it cannot be assigned here", token
+        )
+    into: Any = held
+    key: Any = token.text
+    while cursor.sees("[") and isinstance(into[key], list):
+        into, key = _element(cursor, into[key], scope.values, scope.version)
+    if isinstance(into[key], list):
+        cursor.fail(f"{token.text!r} is an array; its elements are assigned one by one", token)
+    sign = cursor.next()
+    if sign.text in ("+", "-", "*", "/") and cursor.sees("="):
+        cursor.next()
+        into[key] = _binary(cursor, sign, into[key], scope.number(cursor), scope.version)
+    elif sign.text == "=":
+        into[key] = scope.number(cursor)
+    else:
+        cursor.fail(f"expected '=', but found {sign.text!r}", sign)
+    cursor.expect(";")
+
+
+def _element(cursor: Cursor, found: list[Any], values: Mapping[str, Any], version: int) -> tuple[list[Any], int]:
+    """The list and the index in it that brackets at the cursor name; `a[1, 2]` is `a[1][2]`."""
+    cursor.expect("[")
+    while True:
+        token = cursor.token
+        index = integer(cursor, values, version)
+        if not -len(found) <= index < len(found):
+            cursor.fail(f"index {index} is out of range; the array has {len(found)}", token)
+        if not cursor.skip(","):
+            break
+        if not isinstance(found[index], list):
+            cursor.fail("the array has fewer dimensions than this", token)
+        found = found[index]
+    cursor.expect("]")
+    return found, index
+
+
+def _read(cursor: Cursor, token: Token, values: Mapping[str, Any], version: int) -> Any:
+    """A variable's value, an element of an array, or what a subroutine of numbers returns."""
+    found = values[token.text]
+    if callable(found):
+        return found(cursor, token, values)
+    while isinstance(found, list) and cursor.sees("["):
+        inside, index = _element(cursor, found, values, version)
+        found = inside[index]
+    if isinstance(found, list):
+        cursor.fail(f"{token.text!r} is an array; expected an element of it", token)
+    return found

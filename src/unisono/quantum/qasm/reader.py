@@ -1,4 +1,5 @@
-"""Reads OpenQASM 2, and of 3: qubits, bits, gates with modifiers, measure, reset, if, for, const, input.
+"""Reads OpenQASM 2, and of 3: qubits, bits, gates with modifiers, measure, reset, input, and what is computed while it
+is read: numbers, arrays, if, for, while and subroutines.
 
     circuit = load_qasm("circuit.qasm")
     circuit = from_qasm('OPENQASM 2.0; include "qelib1.inc"; qreg q[1]; h q[0];')
@@ -17,21 +18,24 @@ from pathlib import Path
 from unisono.errors import UsageError
 from unisono.quantum.circuit.circuit import Circuit
 from unisono.quantum.circuit.gates import GATES
-from unisono.quantum.circuit.operation import Operation
+from unisono.quantum.circuit.operation import Controls, Operation
 from unisono.quantum.circuit.parameter import Affine, feature, weight
 from unisono.quantum.qasm.call import call
 from unisono.quantum.qasm.catalogue import BUILT_IN, DEFINED, FILES
+from unisono.quantum.qasm.expression import array, assign
+from unisono.quantum.qasm.flow import STATEMENTS
 from unisono.quantum.qasm.native import native
-from unisono.quantum.qasm.scope import Definition, Operand, Scope, between
+from unisono.quantum.qasm.scope import Definition, Operand, Scope
+from unisono.quantum.qasm.subroutine import Subroutine, call_into, call_subroutine, read_def, read_return
 from unisono.quantum.qasm.token import Cursor, Token, tokenize
 
 _KEYWORDS = {2: {"include", "qreg", "creg", "gate", "opaque", "measure", "reset", "barrier", "if"}}
-_KEYWORDS[3] = _KEYWORDS[2] | {"qubit", "bit", "let", "for"}
+_KEYWORDS[3] = _KEYWORDS[2] | {"qubit", "bit", "let", "for", "while", "break", "continue", "def", "return", "array"}
 _NUMBERS = {"int", "uint", "float", "angle", "bool", "const", "input", "output"}
-_FOREIGN = {"while", "switch", "def", "defcal", "cal", "extern", "box", "delay", "stretch", "duration", "return"}
-_FOREIGN |= {"break", "continue", "array", "end", "complex", "defcalgrammar"}
+_FOREIGN = {"switch", "defcal", "cal", "extern", "box", "delay", "stretch", "duration"}
+_FOREIGN |= {"end", "complex", "defcalgrammar"}
 _LARGEST_REGISTER = 4096
-_LONGEST_LOOP = 1 << 20
+MOST_OPERATIONS = MOST_STATEMENTS = 1 << 22  # of one text, loops and subroutines written out
 
 
 def load_qasm(path: str | Path) -> Circuit:
@@ -63,6 +67,10 @@ class QasmParser:
         self.inputs: dict[str, Affine] = {}
         self.including: list[str] = [source]
         self.defined: set[str] = set()  # gates of the text, without those of the standard files
+        self.subroutines: dict[str, Subroutine] = {}
+        self.calling: list[tuple[str, Controls]] = []  # subroutines in whose bodies the cursor is, with conditions
+        self.loops: list[Controls] = []  # the conditions under which loops around the cursor run
+        self.statements = 0
 
     def circuit(self) -> Circuit:
         self._version()
@@ -88,14 +96,18 @@ class QasmParser:
 
     def _run(self, scope: Scope, end: int | None = None) -> None:
         while self.at.position < (len(self.at.tokens) - 1 if end is None else end):
-            self._statement(scope)
+            self.statement(scope)
 
-    def _statement(self, scope: Scope) -> None:
+    def statement(self, scope: Scope) -> None:
+        self.count()
         token = self.at.kind("name", "a statement")
         if token.text in _KEYWORDS[scope.version]:
             if scope.inside_gate and token.text not in ("barrier", "for"):
                 self.at.fail(f"{token.text!r} cannot stand inside a gate definition", token)
-            getattr(self, f"_read_{token.text}")(scope)
+            if token.text in STATEMENTS:
+                STATEMENTS[token.text](self, scope, token)
+            else:
+                getattr(self, f"_read_{token.text}")(scope)
         elif scope.version > 2 and token.text in _FOREIGN:
             self.at.fail(f"{token.text!r} is not in the part of OpenQASM that is read", token)
         elif scope.version > 2 and token.text in _NUMBERS:
@@ -104,17 +116,24 @@ class QasmParser:
             self.at.position -= 1
             if token.text in scope.bits and not scope.inside_gate:
                 self._assignment(scope)
+            elif token.text in scope.values and not scope.inside_gate and not callable(scope.values[token.text]):
+                assign(self.at, scope)
+            elif token.text in self.subroutines:
+                call_subroutine(self, scope)
+                self.at.expect(";")
             else:
                 operations = call(self, scope)
                 self.at.expect(";")
-                self._emit(scope, operations)
+                self.emit(scope, operations)
 
-    def _emit(self, scope: Scope, operations: list[Operation]) -> None:
+    def emit(self, scope: Scope, operations: list[Operation]) -> None:
         if scope.condition:
             operations = [replace(each, condition=(*scope.condition, *each.condition)) for each in operations]
+        if len(scope.out) + len(operations) > MOST_OPERATIONS:
+            self.at.fail(f"the text makes more than {MOST_OPERATIONS} operations")
         scope.out.extend(operations)
 
-    def _block(self, scope: Scope) -> None:
+    def block(self, scope: Scope) -> None:
         """A block in braces, or one statement, in a scope of its own."""
         inner = scope.inner()
         if self.at.sees("{"):
@@ -123,17 +142,41 @@ class QasmParser:
             self._run(inner, end)
             self.at.expect("}")
         else:
-            self._statement(inner)
+            self.statement(inner)
 
-    def _skip_block(self) -> None:
+    def skip_block(self) -> None:
+        """Go behind a block in braces, or one statement."""
         if self.at.sees("{"):
             self.at.position = self.at.block_end() + 1
             return
-        while not self.at.sees(";"):
+        first = self.at.next()
+        if first.kind == "name" and first.text in ("if", "while", "for"):
+            while first.text == "for" and not self.at.skip("in"):
+                self._skip_one()
+            self._skip_one()
+            self.skip_block()
+            if first.text == "if" and self.at.skip("else"):
+                self.skip_block()
+            return
+        while not self.at.skip(";"):
             if self.at.token.kind == "end":
                 self.at.expect(";")
             self.at.next()
-        self.at.next()
+
+    def _skip_one(self) -> None:
+        """Go behind one token, or what is in brackets that open here."""
+        opening = self.at.next()
+        depth = int(opening.text in ("(", "[", "{"))
+        while depth:
+            if self.at.token.kind == "end":
+                self.at.fail("this bracket is never closed", opening)
+            depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(self.at.next().text, 0)
+
+    def count(self) -> None:
+        """Of statements and iterations: what is computed while a text is read must end."""
+        self.statements += 1
+        if self.statements > MOST_STATEMENTS:
+            self.at.fail(f"the text runs more than {MOST_STATEMENTS} statements")
 
     # Declarations ---------------------------------------------------------------------------------------------------
 
@@ -170,26 +213,25 @@ class QasmParser:
         self.at = outer
 
     def _read_qreg(self, scope: Scope) -> None:
-        self._register(scope, "qubit", self._new_name(scope), self._size(scope))
+        self._register(scope, "qubit", self.new_name(scope), self.size(scope))
 
     def _read_creg(self, scope: Scope) -> None:
-        self._register(scope, "bit", self._new_name(scope), self._size(scope))
+        self._register(scope, "bit", self.new_name(scope), self.size(scope))
 
     def _read_qubit(self, scope: Scope) -> None:
-        size = self._size(scope) if self.at.sees("[") else None
-        self._register(scope, "qubit", self._new_name(scope), size)
+        size = self.size(scope) if self.at.sees("[") else None
+        self._register(scope, "qubit", self.new_name(scope), size)
 
     def _read_bit(self, scope: Scope) -> None:
-        size = self._size(scope) if self.at.sees("[") else None
-        name = self._new_name(scope)
+        size = self.size(scope) if self.at.sees("[") else None
+        name = self.new_name(scope)
         if self.at.skip("="):
-            self._declare(scope, "bit", name, size)
-            self.at.expect("measure")
-            self._measure_into(scope, scope.bits[name.text])
+            self.declare(scope, "bit", name, size)
+            self._write_bits(scope, scope.bits[name.text])
         else:
             self._register(scope, "bit", name, size)
 
-    def _size(self, scope: Scope) -> int:
+    def size(self, scope: Scope) -> int:
         self.at.expect("[")
         token = self.at.token
         size = scope.integer(self.at)
@@ -198,17 +240,17 @@ class QasmParser:
         self.at.expect("]")
         return size
 
-    def _new_name(self, scope: Scope) -> Token:
+    def new_name(self, scope: Scope) -> Token:
         token = self.at.kind("name", "a name")
         if token.text in scope.qubits or token.text in scope.bits or token.text in scope.values:
             self.at.fail(f"{token.text!r} is already declared", token)
         return token
 
     def _register(self, scope: Scope, kind: str, name: Token, size: int | None) -> None:
-        self._declare(scope, kind, name, size)
+        self.declare(scope, kind, name, size)
         self.at.expect(";")
 
-    def _declare(self, scope: Scope, kind: str, name: Token, size: int | None) -> None:
+    def declare(self, scope: Scope, kind: str, name: Token, size: int | None) -> None:
         start = self.wires if kind == "qubit" else self.bits
         operand = Operand(tuple(range(start, start + (size or 1))), size is None, name)
         if kind == "qubit":
@@ -219,10 +261,10 @@ class QasmParser:
             scope.bits[name.text] = operand
 
     def _read_opaque(self, scope: Scope) -> None:
-        self._skip_block()  # it has no body: a call of it is the error
+        self.skip_block()  # it has no body: a call of it is the error
 
     def _read_let(self, scope: Scope) -> None:
-        name = self._new_name(scope)
+        name = self.new_name(scope)
         self.at.expect("=")
         parts = [scope.operand(self.at)]
         while self.at.skip("++"):
@@ -232,20 +274,56 @@ class QasmParser:
         scope.qubits[name.text] = Operand(indices, len(parts) == 1 and parts[0].single, name)
 
     def _numbers(self, scope: Scope, first: str) -> None:
+        if first == "const" and self.at.skip("array"):
+            self._read_array(scope)
+            return
         if first in ("const", "input", "output") and self.at.sees(*_NUMBERS):
             self.at.next()
         if self.at.skip("["):
             scope.integer(self.at)
             self.at.expect("]")
-        name = self._new_name(scope)
+        name = self.new_name(scope)
         if first == "input":
             scope.values[name.text] = self._input(name.text)
         elif first == "output":
             self.at.fail("'output' is not in the part of OpenQASM that is read")
         else:
-            self.at.expect("=")
-            scope.values[name.text] = scope.number(self.at)
+            if first == "const" or self.at.sees("="):
+                self.at.expect("=")
+                scope.values[name.text] = scope.number(self.at)
+            else:
+                scope.values[name.text] = 0
         self.at.expect(";")
+
+    def _read_array(self, scope: Scope) -> None:
+        """array[type, sizes] name = {...};"""
+        self.at.expect("[")
+        kind = self.at.kind("name", "the type of an array's elements")
+        if kind.text not in _NUMBERS - {"const", "input", "output"}:
+            self.at.fail(f"an array of {kind.text!r}: expected one of int, uint, float, angle, bool", kind)
+        if self.at.skip("["):
+            scope.integer(self.at)
+            self.at.expect("]")
+        sizes = []
+        while self.at.skip(","):
+            sizes.append(self._array_size(scope))
+        self.at.expect("]")
+        name = self.new_name(scope)
+        scope.values[name.text] = array(self.at, scope, tuple(sizes))
+        self.at.expect(";")
+
+    def _array_size(self, scope: Scope) -> int:
+        token = self.at.token
+        size = scope.integer(self.at)
+        if not 1 <= size <= _LARGEST_REGISTER:
+            self.at.fail(f"an array of {size}: expected 1 to {_LARGEST_REGISTER}", token)
+        return size
+
+    def _read_def(self, scope: Scope) -> None:
+        read_def(self, scope)
+
+    def _read_return(self, scope: Scope) -> None:
+        read_return(self, scope)
 
     def _input(self, name: str) -> Affine:
         match = re.fullmatch(r"(weight|feature)_(\d+)", name)
@@ -286,11 +364,11 @@ class QasmParser:
         """The operations of a defined gate on these wires."""
         pairs = zip(definition.operands, wires, strict=True)
         qubits = {name: Operand((wire,), True, self.at.token) for name, wire in pairs}
-        values = {**self.scope.values, **dict(zip(definition.parameters, angles, strict=True))}
+        values = self.scope.values.new_child(dict(zip(definition.parameters, angles, strict=True)))
         inner = Scope(definition.version, definition.gates, qubits, {}, values, [], inside_gate=True)
         outer, self.at = self.at, definition.body.at(definition.body.position)
         while not self.at.sees("}"):
-            self._statement(inner)
+            self.statement(inner)
         self.at = outer
         return inner.out
 
@@ -309,24 +387,30 @@ class QasmParser:
     def _assignment(self, scope: Scope) -> None:
         bits = scope.operand(self.at, "bit")
         self.at.expect("=")
-        if not self.at.skip("measure"):
-            self.at.fail("a bit can only be assigned a measurement")
-        self._measure_into(scope, bits)
+        self._write_bits(scope, bits)
 
-    def _measure_into(self, scope: Scope, bits: Operand) -> None:
+    def _write_bits(self, scope: Scope, bits: Operand) -> None:
+        if self.at.token.text in self.subroutines:
+            call_into(self, scope, bits)
+            self.at.expect(";")
+            return
+        if not self.at.skip("measure"):
+            self.at.fail("a bit can only be assigned a measurement, or what a subroutine measures")
         self._measured(scope, scope.operand(self.at), bits)
 
     def _measured(self, scope: Scope, wires: Operand, bits: Operand) -> None:
+        if bits.token.text in scope.read_only:
+            self.at.fail(f"{bits.token.text!r} is a parameter of a subroutine; it is read only", bits.token)
         if len(wires.indices) != len(bits.indices):
             self.at.fail(f"{len(wires.indices)} qubits are measured into {len(bits.indices)} bits", wires.token)
         self.at.expect(";")
         pairs = zip(wires.indices, bits.indices, strict=True)
-        self._emit(scope, [Operation(GATES["measure"], (wire,), bits=(bit,)) for wire, bit in pairs])
+        self.emit(scope, [Operation(GATES["measure"], (wire,), bits=(bit,)) for wire, bit in pairs])
 
     def _read_reset(self, scope: Scope) -> None:
         wires = scope.operand(self.at)
         self.at.expect(";")
-        self._emit(scope, [Operation(GATES["reset"], (wire,)) for wire in wires.indices])
+        self.emit(scope, [Operation(GATES["reset"], (wire,)) for wire in wires.indices])
 
     def _read_barrier(self, scope: Scope) -> None:
         wires: dict[int, None] = {}
@@ -339,79 +423,3 @@ class QasmParser:
         self.at.expect(";")
         if not scope.inside_gate:
             scope.out.append(Operation(GATES["barrier"], tuple(wires)))
-
-    # Flow -----------------------------------------------------------------------------------------------------------
-
-    def _read_if(self, scope: Scope) -> None:
-        start = self.at.token
-        self.at.expect("(")
-        condition = self._condition(scope)
-        while self.at.skip("&&"):
-            condition += self._condition(scope)
-        self.at.expect(")")
-        first = len(scope.out)
-        if any((bit, 1 - value) in (*condition, *scope.condition) for bit, value in condition):
-            self._skip_block()
-        else:
-            self._block(scope.inner(condition=(*scope.condition, *dict.fromkeys(condition))))
-        made = scope.out[first:]  # each asks for the bits again, so that only the last may write them
-        if any(
-            {bit for bit, _ in condition} & set(each.bits) for each in (made if self.at.sees("else") else made[:-1])
-        ):
-            self.at.fail("a bit that is asked for is written under its own condition, and more follows", start)
-        if self.at.skip("else"):
-            if len(condition) != 1:
-                self.at.fail("'else' is read after a condition on one bit only", start)
-            ((bit, value),) = condition
-            self._block(scope.inner(condition=(*scope.condition, (bit, 1 - value))))
-
-    def _condition(self, scope: Scope) -> tuple[tuple[int, int], ...]:
-        negated = self.at.skip("!")
-        bits = scope.operand(self.at, "bit")
-        value = 1
-        if self.at.sees("==", "!="):
-            negated ^= self.at.next().text == "!="
-            token = self.at.token
-            value = scope.integer(self.at)
-            if not 0 <= value < 2 ** len(bits.indices):
-                self.at.fail(f"{len(bits.indices)} bits are never {value}", token)
-        elif not bits.single:
-            self.at.fail("a register is compared with ==", bits.token)
-        if negated and len(bits.indices) > 1:
-            self.at.fail("'not equal' is read for one bit only", bits.token)
-        return tuple((bit, (value >> index & 1) ^ negated) for index, bit in enumerate(bits.indices))
-
-    def _read_for(self, scope: Scope) -> None:
-        if self.at.sees("int", "uint"):
-            self.at.next()
-            if self.at.skip("["):
-                scope.integer(self.at)
-                self.at.expect("]")
-        name = self.at.kind("name", "the loop's variable")
-        self.at.expect("in")
-        numbers = self._loop_values(scope)
-        start = self.at.position
-        for number in numbers:
-            self.at.position = start
-            self._block(scope.inner(values={**scope.values, name.text: number}))
-        if not numbers:
-            self._skip_block()
-
-    def _loop_values(self, scope: Scope) -> list[int]:
-        closing = {"[": "]", "{": "}"}.get(self.at.token.text)
-        if closing is None:
-            self.at.fail(f"expected [first:last] or {{a, b, c}}, but found {self.at.shown()}")
-        separator = ":" if self.at.next().text == "[" else ","
-        numbers = [scope.integer(self.at)]
-        while self.at.skip(separator):
-            numbers.append(scope.integer(self.at))
-        token = self.at.expect(closing)
-        if separator == ",":
-            return numbers
-        if len(numbers) not in (2, 3) or (len(numbers) == 3 and numbers[1] == 0):
-            self.at.fail("expected [first:last] or [first:step:last] with a step that is not 0", token)
-        first, *step, last = numbers
-        values = between(first, last, *step)
-        if len(values) > _LONGEST_LOOP:
-            self.at.fail(f"a loop of {len(values)} iterations: at most {_LONGEST_LOOP} are read", token)
-        return [*values]

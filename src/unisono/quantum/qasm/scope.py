@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from dataclasses import dataclass, field
+from typing import Any
 
 from unisono.quantum.circuit.operation import Controls, Operation
 from unisono.quantum.qasm.catalogue import Known
@@ -37,15 +39,19 @@ class Scope:
     gates: dict[str, Known | Definition] = field(default_factory=dict)
     qubits: dict[str, Operand] = field(default_factory=dict)
     bits: dict[str, Operand] = field(default_factory=dict)
-    values: dict[str, Value] = field(default_factory=dict)
+    values: ChainMap[str, Any] = field(default_factory=ChainMap)  # numbers, arrays and functions; outer scopes' follow
     out: list[Operation] = field(default_factory=list)
     condition: Controls = ()
     inside_gate: bool = False
+    fixed: int = 0  # scopes, from the outermost on, whose values may not change: a condition on bits is between
+    read_only: frozenset[str] = frozenset()  # bits that are parameters
 
     def inner(self, **changes: object) -> Scope:
         """A scope in which new names are forgotten at its end; operations go on to the same list."""
-        fresh: dict[str, object] = {"qubits": dict(self.qubits), "bits": dict(self.bits), "values": dict(self.values)}
-        return Scope(**(vars(self) | fresh | changes))
+        fresh: dict[str, object] = {"qubits": dict(self.qubits), "bits": dict(self.bits)}
+        if "condition" in changes:
+            fresh["fixed"] = len(self.values.maps)
+        return Scope(**(vars(self) | {"values": self.values.new_child()} | fresh | changes))
 
     def knows(self, name: str) -> bool:
         return name in self.qubits or name in self.bits or name in self.values or name in self.gates
