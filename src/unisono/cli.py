@@ -24,7 +24,8 @@ from unisono.verify import command as verify_command
 
 
 class Parser(argparse.ArgumentParser):
-    """Suggests the nearest option where one is unknown. The parsers of sub-commands are of this class, too."""
+    """Suggests the nearest option, sub-command or choice where one is unknown. The parsers of sub-commands are of this
+    class, too."""
 
     _given: Sequence[str] = ()
 
@@ -38,6 +39,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """A misspelt option that is required is reported as missing."""
         super().error(message + self._suggestion(self._given) if "required" in message else message)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            near = difflib.get_close_matches(str(value), list(map(str, action.choices)), 1)
+            if near:
+                raise argparse.ArgumentError(action, f"invalid choice: {value!r} (did you mean {near[0]}?)")
+        super()._check_value(action, value)
 
     def _suggestion(self, words: Sequence[str]) -> str:
         known = self._option_string_actions

@@ -101,6 +101,9 @@ def test_relative_folders_of_the_python_path_travel_as_absolute_ones(
         ("qsim --shot 3 circuit.qasm", "--shots"),
         ("bench comm --backend gloo --ronuds 3", "--rounds"),
         ("--verison", "--version"),
+        ("verfy task.py:task", "verify"),
+        ("bench hardwrae", "hardware"),
+        ("run --backend gllo ok.py", "gloo"),
     ],
 )
 def test_the_nearest_option_is_suggested(words: str, near: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,6 +111,28 @@ def test_the_nearest_option_is_suggested(words: str, near: str, capsys: pytest.C
         cli.main(words.split())
     assert ended.value.code == 2
     assert capsys.readouterr().err.endswith(f" (did you mean {near}?)\n")
+
+
+def test_doctor_keeps_brackets_and_checks_every_extra(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import json
+    from importlib import metadata
+
+    from unisono.comm import doctor
+
+    found = list(doctor._extras())
+    assert {"[mpi]", "[quantum]"} <= {each.what for each in found}
+    monkeypatch.setattr(metadata, "version", lambda name: "0.0.1")
+    lacking = list(doctor._extras())
+    assert {each.fix for each in lacking} == {f"pip install 'unisono{each.what}'" for each in found}
+    monkeypatch.setattr(doctor, "examine", lambda: iter(lacking))
+    assert cli.main(["doctor"]) == 0
+    assert "→ pip install 'unisono[mpi]'" in capsys.readouterr().out
+    assert cli.main(["doctor", "--quiet"]) == 0
+    assert capsys.readouterr().out == ""
+    assert cli.main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["fix"] == lacking[0].fix
 
 
 def test_nothing_is_suggested_for_an_option_like_no_other(capsys: pytest.CaptureFixture[str]) -> None:

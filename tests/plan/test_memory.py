@@ -82,8 +82,9 @@ def test_gpt3_has_its_parameters_and_fused_attention_keeps_no_matrix() -> None:
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_zero_of_seven_and_a_half_billion_parameters(stage: int, gigabytes: float) -> None:
-    weights = [Weight(f"w{n}", (75_000, 1000), 2) for n in range(100)]
-    adam = OptimizerState(plain=12, sharded=8, copy=4)  # mixed precision: a float32 copy and two moments
+    # Mixed precision: a float32 copy and two moments.
+    weights = [Weight(f"w{n}", (75_000, 1000), 2, master=4, zero_master=4) for n in range(100)]
+    adam = OptimizerState(plain=8, sharded=8)
     plan = Plan(dp=64, zero=stage)
     held = state_of(weights, plan).bytes(plan, adam)
     assert round(sum(held) / 1e9, 1) == gigabytes

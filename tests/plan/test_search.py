@@ -155,7 +155,7 @@ def test_ranks_take_turns_on_cores() -> None:
     assert sharing.judged(idle, played=True).seconds < 1.2 * apart.judged(idle, played=True).seconds
     busy = Plan(pp=4, microbatches=16)
     busy = busy.but(boundaries=apart.partitioner.evened(busy).starts)  # of stages that take equally long
-    assert sharing.judged(busy, played=True).seconds > 1.5 * apart.judged(busy, played=True).seconds
+    assert sharing.judged(busy, played=True).seconds > 1.45 * apart.judged(busy, played=True).seconds
 
 
 def test_a_ring_costs_its_hops_and_its_visits() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,8 @@ import unisono.errors
 
 GOOD, BAD, ABSENT = "good", "bad", "absent"  # absent: not there, and not needed either
 _MARKS = {GOOD: "[green]✓[/]", BAD: "[red]✗[/]", ABSENT: "[yellow]–[/]"}
+
+_FOR_DEVELOPERS = ("dev", "docs", "peers", "peers-quantum")
 
 
 @dataclass(frozen=True)
@@ -31,20 +36,31 @@ class Finding:
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("doctor", help="check backends, MPI, GPUs, ports, ssh and versions")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("--quiet", action="store_true", help="print only what has to be fixed")
     parser.set_defaults(handler=run)
 
 
-def run(_: argparse.Namespace) -> int:
+def run(chosen: argparse.Namespace) -> int:
     """Print every finding; 1 when something is bad."""
+    if chosen.json:
+        found = list(examine())
+        print(json.dumps([asdict(each) for each in found], indent=1))
+        return int(any(each.state == BAD for each in found))
     from rich.console import Console
+    from rich.markup import escape
 
     console = Console(highlight=False)
     bad = 0
     for finding in examine():
         bad += finding.state == BAD
-        console.print(f" {_MARKS[finding.state]} [bold]{finding.what:<14}[/] {finding.text}")
+        if chosen.quiet and finding.state != BAD:
+            continue
+        console.print(f" {_MARKS[finding.state]} [bold]{escape(f'{finding.what:<14}')}[/] {escape(finding.text)}")
         if finding.fix:
-            console.print(f"   {'':14} → {finding.fix}")
+            console.print(f"   {'':14} → {escape(finding.fix)}")
+    if chosen.quiet:
+        return 1 if bad else 0
     console.print("all good" if not bad else f"{bad} to fix")
     return 1 if bad else 0
 
@@ -60,6 +76,42 @@ def examine() -> Iterator[Finding]:
     yield _host_name()
     yield _ssh()
     yield _shared_memory()
+    yield from _extras()
+
+
+def _extras() -> Iterator[Finding]:
+    """The optional dependencies of each extra of the installed package, but for its developers' own."""
+    try:
+        metadata = importlib.metadata.metadata("unisono")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    needs: dict[str, list[str]] = {}
+    for line in metadata.get_all("Requires-Dist") or ():
+        requirement, _, marker = line.partition(";")
+        extra = re.search(r"extra == ['\"]([^'\"]+)['\"]", marker)
+        if extra is not None and not requirement.startswith("unisono["):
+            needs.setdefault(extra[1], []).append(requirement.strip())
+    for name, requirements in needs.items():
+        if name not in _FOR_DEVELOPERS:
+            lacking = [each for each in requirements if not _is_met(each)]
+            fix = f"pip install 'unisono[{name}]'" if lacking else ""
+            text = f"without {', '.join(lacking)}" if lacking else ", ".join(requirements)
+            yield Finding(f"[{name}]", ABSENT if lacking else GOOD, text, fix)
+
+
+def _is_met(requirement: str) -> bool:
+    found = re.match(r"([A-Za-z0-9._-]+)\s*(?:>=\s*([0-9.]+))?", requirement)
+    if found is None:
+        return False
+    try:
+        version = importlib.metadata.version(found[1])
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return _numbers(version) >= _numbers(found[2] or "0")
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version.partition("+")[0])]
 
 
 def _versions() -> Iterator[Finding]:

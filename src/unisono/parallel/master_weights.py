@@ -35,7 +35,7 @@ from unisono.parallel.layout import layout_of, set_layout
 ROUNDINGS = ("stochastic", "kahan")
 _REMAINDER = "remainder"  # in the optimizer's state: what rounding has cut off a parameter
 _KEEPS_REMAINDERS = "unisono_keeps_remainders"  # on an optimizer of which RoundedStep has made the step
-_AT_ONCE = 2**24  # elements of the parameters that are float32 at one time
+AT_ONCE = 2**24  # elements of the parameters that are float32 at one time
 
 
 def float32_copy(parameter: nn.Parameter) -> nn.Parameter:
@@ -240,7 +240,7 @@ class RoundedStep:
         chunk: list[nn.Parameter] = []
         elements = 0
         for parameter in (each for parameters in held for each in parameters if each.grad is not None):
-            if chunk and elements + parameter.numel() > _AT_ONCE:
+            if chunk and elements + parameter.numel() > AT_ONCE:
                 yield chunk
                 chunk, elements = [], 0
             chunk.append(parameter)

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_BYTES = re.compile(r"(\d+(?:\.\d+)?) ?(B|[KMGT]i?B)")
+
+
+def parse_bytes(text: str) -> float | None:
+    """Of "80GiB" or "1.5 GB"; None where it is no amount above 0."""
+    found = _BYTES.fullmatch(text.strip())
+    if found is None or not float(found[1]):
+        return None
+    base = 1024 if "i" in found[2] else 1000
+    return float(found[1]) * base ** "BKMGT".index(found[2][0])
 
 
 def format_bytes(size: float) -> str:

@@ -6,13 +6,13 @@ plan = Plan.parse("dp=2,tp=2,pp=2,zero=1,sp,microbatches=8,schedule=1f1b")     #
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
 from unisono.errors import UsageError
+from unisono.plan.format import parse_bytes
 from unisono.plan.schedules import schedule as schedules
 
 # The axes of a plan's mesh, the slowest first: neighbours in the world are neighbours in tp. The data axis is three of
@@ -26,7 +26,6 @@ REPLICAS = (COPIES, "dp", "ep", "cp")  # ranks along these hold the same dense p
 RECOMPUTE = ("none", "selective", "attention", "full")
 RUN_ONCE = ("none", "selective", "attention")  # of these, those under which the code of every module runs once
 _AUTO = "auto:"  # recompute=auto:12GiB: the fastest of RECOMPUTE with which a rank needs no more than that
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)")
 CONTEXT = ("ring", "ulysses")
 
 # Words of a plan string that differ from the field's name.
@@ -166,14 +165,12 @@ class Plan:
         """Bytes that a rank may need, where recompute=auto:... is to be chosen by them."""
         if not isinstance(self.recompute, str) or not self.recompute.startswith(_AUTO[:-1]):
             return None
-        found = _BYTES.fullmatch(self.recompute.removeprefix(_AUTO))
-        if found is None or not float(found[1]):
+        found = parse_bytes(self.recompute.removeprefix(_AUTO))
+        if found is None:
             raise UsageError(
                 f"plan: recompute={self.recompute}; expected the memory that a rank may need: recompute=auto:12GiB"
             )
-        unit = found[2]
-        base = 1024 if "i" in unit else 1000
-        return float(found[1]) * base ** "BKMGT".index(unit[0])
+        return found
 
     @property
     def shape(self) -> tuple[int, ...]:

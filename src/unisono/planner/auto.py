@@ -84,7 +84,7 @@ def _planned(
     found: list[Choice] | UsageError | None = None
     if comm.rank == 0:
         try:
-            search = Planner(job.task(), hardware).search(comm.size)
+            search = Planner(job.task(), hardware, cudagraph=job.cudagraph).search(comm.size)
             found = _ranked(search, top, plan)
         except Exception as error:
             if search is not None and plan is None and isinstance(error, UsageError):

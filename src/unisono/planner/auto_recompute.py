@@ -48,8 +48,11 @@ def resolve_recompute(plan: Plan, job: Job | None, device: torch.device) -> tupl
 def _candidates(plan: Plan, job: Job, device: torch.device) -> list[Candidate]:
     """What every kind of recomputation needs and takes under the plan."""
     # Of the machine only proportions matter here: what an op takes of another.
-    mask = 0.0 if device.type == "cuda" else 4.0
-    machine = replace(read_hardware("h100"), devices_per_node=plan.world, nodes=None, dropout_mask=mask)
+    is_gpu = device.type == "cuda"
+    machine = replace(
+        read_hardware("h100"), devices_per_node=plan.world, nodes=None, dropout_mask=0.0 if is_gpu else 4.0,
+        asynchronous=is_gpu,
+    )  # fmt: skip
     try:
         search = Planner(job.task(), machine).search(plan.world)
         kinds = [each for each in RECOMPUTE if each != "attention" or search.profile.has_scores]

@@ -84,6 +84,7 @@ class Job:
     clip: float | None = None
     precision: Any = "fp32"
     compile: bool = False  # whether plans are to be compiled
+    cudagraph: bool = False  # whether steps are to be a CUDA graph
 
     def task(self) -> Task:
         model = self.model

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from unisono.errors import UsageError
-from unisono.plan.format import format_bytes, format_count, format_seconds, shortfall
+from unisono.plan.format import format_bytes, format_count, format_seconds
 from unisono.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -30,6 +31,13 @@ def add_parser(subparsers: Any) -> None:
     add("--devices", type=int, required=True, metavar="N", help="devices to plan for")
     add("--hardware", required=True, metavar="FILE.toml", help="the machine, or one that is known: h100, h200, a100")
     add("--batch", type=int, metavar="B", help="samples of a step (default: those of the task's batch)")
+    add(
+        "--precision",
+        metavar="P",
+        help="fp32, bf16, fp16 or fp8, with options as in bf16,reduce=bf16 (default: the task's)",
+    )
+    add("--memory", metavar="SIZE", help="the most that a rank may need, as 80GiB (default: what the hardware has)")
+    add("--compile", action="store_true", help="plans are to be compiled")
     add("--top", type=int, default=10, metavar="K", help="plans to show (default: 10)")
     add("--plan", metavar="PLAN", help="judge this plan instead of searching")
     add("--dry-run", action="store_true", help="run one rank of the plan here, with communication simulated")
@@ -41,16 +49,19 @@ def add_parser(subparsers: Any) -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     _require_sense(chosen)
+    from unisono.parallel.precision import Precision
     from unisono.parallel.task import load_task
     from unisono.plan.hardware.toml import read_hardware
     from unisono.plan.search.search import Result
     from unisono.plan.search.why_not import why_not
-    from unisono.planner.planner import Planner
+    from unisono.planner.planner import Planner, limited
 
-    hardware = read_hardware(chosen.hardware).with_devices(chosen.devices)
+    hardware = limited(read_hardware(chosen.hardware).with_devices(chosen.devices), chosen.memory, "--memory ")
+    precision = None if chosen.precision is None else Precision.of(chosen.precision)
     task = load_task(chosen.task)
     began = time.perf_counter()
-    planner = Planner(task, hardware, chosen.batch)
+    planner = Planner(task, hardware, chosen.batch, precision=precision)
+    task = planner.task
     if chosen.activations:
         return _show_activations(planner, chosen)
     search = planner.search(chosen.devices)
@@ -63,6 +74,9 @@ def run(chosen: argparse.Namespace) -> int:
         result = Result([judged], 1, int(judged.fits))
     else:
         result = search.run(chosen.top)
+    if chosen.compile:
+        result.candidates = [replace(each, plan=each.plan.but(compile=True)) for each in result.candidates]
+    notes = planner.assumptions(compile=result.best.plan.compile)
     rejected = why_not(search, result.best)
     seconds = time.perf_counter() - began
     tried = None
@@ -71,9 +85,15 @@ def run(chosen: argparse.Namespace) -> int:
 
         tried = dry_run(task, result.best.plan, chosen.rank, planner.batch)
     if chosen.json:
-        print(json.dumps(_as_json(search, result, rejected, seconds, tried), indent=1))
+        print(
+            json.dumps(
+                _as_json(search, result, rejected, seconds, tried)
+                | {"precision": planner.precision.name, "assumed": notes},
+                indent=1,
+            )
+        )
     else:
-        _show(search, result, rejected, seconds, tried)
+        _show(search, result, rejected, seconds, tried, notes)
     return 0
 
 
@@ -103,7 +123,9 @@ def shown(plan: Plan) -> str:
     return f"{plan.but(boundaries=())},boundaries={'+'.join(map(str, plan.boundaries[:3]))}+..."
 
 
-def _show(search: Search, result: Result, rejected: list[Rejection], seconds: float, tried: DryRun | None) -> None:
+def _show(
+    search: Search, result: Result, rejected: list[Rejection], seconds: float, tried: DryRun | None, notes: list[str]
+) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -112,7 +134,7 @@ def _show(search: Search, result: Result, rejected: list[Rejection], seconds: fl
     profile, hardware = search.profile, search.hardware
     size = format_count(profile.parameters + profile.frozen)
     console.print(
-        f"{profile.name}: {size} parameters in {profile.dtype}, batch {profile.batch}, on "
+        f"{profile.name}: {size} parameters, computed in {profile.dtype}, batch {profile.batch}, on "
         f"{search.world} devices ({hardware.name})",
         markup=False,
     )
@@ -131,6 +153,8 @@ def _show(search: Search, result: Result, rejected: list[Rejection], seconds: fl
     console.width = max(console.width, console.measure(table, options=console.options.update(max_width=_WIDE)).maximum)
     console.print(table)
     _show_best(console, search, result.best)
+    for note in notes:
+        console.print(f"assumed: {note}", markup=False)
     console.print("\nwhy not")
     for rejection in rejected:
         console.print(f"  {rejection}", markup=False)
@@ -144,8 +168,10 @@ def _show_best(console: Any, search: Search, best: Candidate) -> None:
     console.print(f"\nmemory of a device (pipeline rank {best.footprint.stage}): {memory};", markup=False)
     hardware = search.hardware
     note = f"  {hardware.margin:.0%} of {format_bytes(hardware.memory)} is kept free for fragments and context"
+    if hardware.limit is not None:
+        note = f"  a rank may need {format_bytes(hardware.limit)}"
     if not best.fits:
-        note += f"; the plan does not fit: it {shortfall(best.footprint.total, hardware.usable_memory)}"
+        note += f"; the plan does not fit: it {hardware.short_of(best.footprint.total)}"
     console.print(note, markup=False)
     names = ("compute", "tensor", "bubble", "gradients", "optimizer")
     spent = {name: getattr(best.duration, name) for name in names}

@@ -6,7 +6,7 @@ plan = choose(task, world, hardware)                   # what Engine(plan="auto"
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any
@@ -16,21 +16,25 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from unisono.errors import UsageError
-from unisono.graph.capture.trace import trace
+from unisono.graph.capture.autocast import WEIGHT_CAST, Autocast
+from unisono.graph.capture.trace import Trace, trace
 from unisono.parallel.apply import refuse_what_cannot_be_right
 from unisono.parallel.blocks import Blocks, find_blocks
 from unisono.parallel.checks.optimizer_scope import OptimizerScope, optimizer_scope
+from unisono.parallel.compile.cuda_graph import require_capturable_plan
 from unisono.parallel.expert.even_experts import evenly_visited
 from unisono.parallel.expert.expert import MoE
+from unisono.parallel.master_weights import AT_ONCE, RoundedStep
 from unisono.parallel.meta.meta_tensors import deep_copy
 from unisono.parallel.pipeline.rehearsal import rehearse
 from unisono.parallel.pipeline.split import blocks_of
-from unisono.parallel.precision import HALVES
+from unisono.parallel.precision import HALVES, Precision
 from unisono.parallel.rules.rules import Styles
 from unisono.parallel.share import batch_size_of
 from unisono.parallel.task import Task
 from unisono.parallel.tensor.sharded_dims import sharded_dims
 from unisono.parallel.tensor.tensor_parallel import deriving_once, fitting_rules, heads_of, require_shareable
+from unisono.plan.format import parse_bytes
 from unisono.plan.hardware.spec import Hardware
 from unisono.plan.plan import Plan
 from unisono.plan.profile.from_trace import Subject, read
@@ -48,9 +52,18 @@ class Planner:
     """A task that is planned for: its model without memory, its profile, and what it allows."""
 
     def __init__(
-        self, task: Task, hardware: Hardware, batch: int | None = None, *, keeps_gathered: bool = True
+        self,
+        task: Task,
+        hardware: Hardware,
+        batch: int | None = None,
+        *,
+        precision: str | Precision | None = None,
+        cudagraph: bool = False,
+        keeps_gathered: bool = True,
     ) -> None:
-        """keeps_gathered: under sp, what a column-parallel layer has gathered stays until its backward."""
+        """precision: in place of the task's. cudagraph: steps are to be a CUDA graph. keeps_gathered: under sp, what a
+        column-parallel layer has gathered stays until its backward."""
+        task = task if precision is None else replace(task, precision=precision)
         self.task = task
         self.hardware = hardware
         if task.batch_dim != 0:
@@ -58,7 +71,9 @@ class Planner:
                 f"batch_dim={task.batch_dim!r}: plans are searched for batches with samples first; give the plan, or "
                 "transpose the batch"
             )
+        self.precision = Precision.of(task.precision)
         self.model = without_memory(task)
+        self.precision.require_dtypes(self.model, task.optimizer)
         example = task.batch(0)
         self.batch = batch_size_of(example) if batch is None else batch
         if self.batch < 1:
@@ -68,13 +83,13 @@ class Planner:
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise UsageError(f"{type(self.model).__name__} has no parameters to train, so there is nothing to plan for")
         self._probe = task.optimizer(list(self.model.parameters()))
-        self._keeps_gathered = keeps_gathered
+        self._keeps_gathered, self._is_captured = keeps_gathered, cudagraph
         self._tp_refusals: dict[int, str | None] = {}
         self._pp_refusals: dict[int, str | None] = {}
         self.profile = self._profile()
 
     def _profile(self) -> ModelProfile:
-        weights = dict(_weights(self.model, self._styles()))
+        weights = dict(_weights(self.model, self._styles(), self.precision))
         blocks = _blocks(self.model)
         short, repeats = self._short
         subject = Subject(
@@ -94,11 +109,19 @@ class Planner:
             clips=self.task.clip is not None,
         )
         with evenly_visited(short):
-            profile = read(trace(short.train(), self._example, self.task.loss), subject)
+            traced = trace(short.train(), self._example, self.task.loss, autocast=self._autocast)
+        profile = read(traced, subject)
+        self._wide_use = _wide_use(traced, weights)
         experts = [module.experts for module in self.model.modules() if isinstance(module, MoE)]
         if experts and blocks:
             profile = _with_traffic(profile, blocks)
         return replace(profile, expert_count=min(experts, default=0))
+
+    @property
+    def _autocast(self) -> Autocast | None:
+        """That of the trainer, on the kind of device that is planned for."""
+        half = self.precision.dtype
+        return None if half is None else Autocast(half, "cuda" if self.hardware.asynchronous else "cpu")
 
     def search(self, world: int) -> Search:
         return Search(self.profile, world, self.hardware, self.allows)
@@ -117,6 +140,16 @@ class Planner:
             return "sp: the model has no list of blocks of one class, between which it would share sequences"
         if plan.cp > 1 and self._cp_refusal(plan):
             return self._cp_refusal(plan)
+        if self._is_captured:
+            try:
+                require_capturable_plan(plan)
+            except UsageError as error:
+                return str(error)
+        if plan.zero and self._wide_use:
+            return (
+                f"precision={self.precision.name}: ZeRO gathers {self._wide_use} in half precision, but the model uses "
+                "it in float32; precision with gather=fp32 allows it"
+            )
         return self._optimizer_refusal(plan)
 
     @cache  # noqa: B019 (a planner lives as long as its command)
@@ -202,6 +235,23 @@ class Planner:
     def _reach(self) -> OptimizerScope:
         return optimizer_scope(self._probe, self.task.optimizer)
 
+    def assumptions(self, *, compile: bool = False) -> list[str]:
+        """What predictions leave out, a sentence each."""
+        found = []
+        name = self.precision.name
+        if self.profile.dtype not in self.hardware.flops and self.profile.dtype in ("bfloat16", "float16"):
+            other = "float16" if self.profile.dtype == "bfloat16" else "bfloat16"
+            known = other if other in self.hardware.flops else "float32"
+            found.append(f"{self.hardware.name} has no flops.{self.profile.dtype}: those of {known} are assumed")
+        if name == "fp8" and self.precision.float8(self.model).chosen:
+            found.append("precision=fp8: linear layers are counted as those of bf16, which keep and take more")
+        if compile:
+            found.append(
+                "compile: memory and times are those of eager steps; compiled regions keep what the compiler's "
+                "partitioner chooses, and fuse ops, which was not traced"
+            )
+        return found
+
     # ---- what the model shows ------------------------------------------------------------------------------------
 
     @cached_property
@@ -222,13 +272,24 @@ class Planner:
         return {}
 
     def _optimizer_state(self) -> OptimizerState:
-        dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
-        plain, temporary = _measured_state(self.task.optimizer, dtype)
-        traffic = 3 * dtype.itemsize + 2 * plain
-        if dtype not in HALVES:
-            return OptimizerState(plain, plain, 0.0, temporary, traffic, traffic)
-        sharded, wide = _measured_state(self.task.optimizer, torch.float32)
-        return OptimizerState(plain, sharded, 4.0, wide, 12.0 + 2 * sharded, traffic)
+        """Of the tensors that the optimizer updates: parameters, or copies of them (see _weights)."""
+        dtype = next((p.dtype for p in self.model.parameters() if p.requires_grad), torch.float32)
+        rounding = self.precision.rounding if self.precision.master is None else None
+        if dtype in HALVES and rounding is not None:
+            state, _ = _measured_state(self.task.optimizer, dtype, rounding)
+            wide, temporary = _measured_state(self.task.optimizer, torch.float32)
+            # Parameter, gradient and state in float32, of some parameters at a time; and in half, read and written.
+            temporary += 8.0 + wide
+            traffic = 2 * (3 * dtype.itemsize + 2 * state)
+            return OptimizerState(state, state, temporary, AT_ONCE, traffic, traffic)
+        is_copied = dtype in HALVES and self.precision.dtype is not None  # without ZeRO, too
+        sharded, wide = _measured_state(self.task.optimizer, torch.promote_types(dtype, torch.float32))
+        plain, temporary = (sharded, wide) if is_copied else _measured_state(self.task.optimizer, dtype)
+        wider = 12.0 + 2 * sharded
+        traffic = wider if is_copied else 3 * dtype.itemsize + 2 * plain
+        return OptimizerState(
+            plain, sharded, max(temporary, wide), traffic=wider if dtype in HALVES else traffic, plain_traffic=traffic
+        )
 
 
 def _with_traffic(profile: ModelProfile, blocks: Blocks) -> ModelProfile:
@@ -243,14 +304,46 @@ def _with_traffic(profile: ModelProfile, blocks: Blocks) -> ModelProfile:
     return replace(profile, blocks=tuple(segments))
 
 
-def profile_of(task: Task, hardware: Hardware, batch: int | None = None) -> ModelProfile:
-    return Planner(task, hardware, batch).profile
+def profile_of(
+    task: Task, hardware: Hardware, batch: int | None = None, precision: str | Precision | None = None
+) -> ModelProfile:
+    return Planner(task, hardware, batch, precision=precision).profile
 
 
-def choose(task: Task, world: int, hardware: Hardware, batch: int | None = None) -> Plan:
-    """The fastest plan that fits `world` devices."""
-    planner = Planner(task, hardware, batch)
-    return search.choose(planner.profile, world, hardware, planner.allows)
+def choose(
+    task: Task,
+    world: int,
+    hardware: Hardware,
+    batch: int | None = None,
+    *,
+    precision: str | Precision | None = None,
+    memory: str | float | None = None,
+    compile: bool = False,
+) -> Plan:
+    """The fastest plan that fits `world` devices.
+
+    Args:
+        task: The job.
+        world: Devices to plan for.
+        hardware: The machine.
+        batch: Samples of a step; default: those of the task's batch.
+        precision: As for uni.parallelize; default: the task's.
+        memory: The most that a rank may need, in bytes or as "80GiB", in place of what the hardware has.
+        compile: Whether the plan is to be compiled. Memory and times are those of eager steps.
+    """
+    planner = Planner(task, hardware, batch, precision=precision)
+    plan = search.choose(planner.profile, world, limited(hardware, memory), planner.allows)
+    return plan.but(compile=compile)
+
+
+def limited(hardware: Hardware, memory: str | float | None, name: str = "memory=") -> Hardware:
+    """The machine with another limit on the memory of a rank. name: of the argument, for errors."""
+    if memory is None:
+        return hardware
+    found = parse_bytes(memory) if isinstance(memory, str) else float(memory)
+    if found is None or not 0 < found < float("inf"):
+        raise UsageError(f"{name}{memory}: expected the memory that a rank may need, as 80GiB or 80GB")
+    return replace(hardware, limit=found)
 
 
 # ---- looking at a model ----------------------------------------------------------------------------------------------
@@ -297,12 +390,17 @@ def _look(module: nn.Module) -> tuple[object, ...]:
     return (type(module), parameters, tuple((name, type(child)) for name, child in module.named_modules()))
 
 
-def _weights(model: nn.Module, styles: Styles) -> Iterator[tuple[str, Weight]]:
-    """Every parameter, with the dim that tp shards."""
+def _weights(model: nn.Module, styles: Styles, precision: Precision) -> Iterator[tuple[str, Weight]]:
+    """Every parameter, with the dim that tp shards, and the dtypes in which a trainer holds it."""
     sharded = sharded_dims(model, styles)
     gathered = _gathered(model, styles)
+    rounded = precision.gathered(model)
+    masters = precision.masters(model, rounded)
+    copied = masters.copies if masters is not None else {}
     experts = {id(p) for module in model.modules() if isinstance(module, MoE) for p in _expert_parameters(module)}
     for name, parameter in model.named_parameters():
+        is_half = parameter.dtype in HALVES
+        has_copy = (is_half and precision.master is not None) or name in rounded
         yield (
             name,
             Weight(
@@ -313,8 +411,23 @@ def _weights(model: nn.Module, styles: Styles) -> Iterator[tuple[str, Weight]]:
                 id(parameter) in experts,
                 id(parameter) in gathered,
                 not parameter.requires_grad,
+                gradient_itemsize=4 if is_half and precision.dtype is not None else parameter.itemsize,
+                zero_itemsize=rounded[name].itemsize if name in rounded else parameter.itemsize,
+                sent_itemsize=precision.reduce_dtype.itemsize if precision.reduce_dtype is not None else 0,
+                master=copied[name].itemsize if name in copied else 0,
+                zero_master=torch.float32.itemsize if has_copy else 0,
             ),
         )
+
+
+def _wide_use(traced: Trace, weights: Mapping[str, Weight]) -> str:
+    """A parameter that ZeRO would gather in half precision, but that the model uses in another."""
+    for op in traced.ops:
+        for name in op.inputs if op.bytes_moved and not op.node.meta.get(WEIGHT_CAST) else ():
+            weight = weights.get(traced.parameters.get(name, ""))
+            if weight is not None and weight.gathered_itemsize < weight.itemsize:
+                return weight.name
+    return ""
 
 
 def _gathered(model: nn.Module, styles: Styles) -> set[int]:
@@ -331,11 +444,16 @@ def _expert_parameters(module: MoE) -> Iterator[nn.Parameter]:
             yield parameter
 
 
-def _measured_state(make: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype) -> tuple[float, float]:
-    """Bytes of state for an element, and of temporaries while stepping: of a matrix that it is tried on."""
+def _measured_state(
+    make: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype, rounding: str | None = None
+) -> tuple[float, float]:
+    """Bytes of state for an element, and of temporaries while stepping: of a matrix that it is tried on. rounding: of
+    steps without master weights."""
     parameter = nn.Parameter(torch.zeros(64, 64, dtype=dtype))
     optimizer = make([parameter])
     parameter.grad = torch.zeros_like(parameter)
+    if rounding is not None:
+        RoundedStep(optimizer, [("parameter", parameter)], rounding, lambda: (0, 0))
     try:
         optimizer.step()
     except (RuntimeError, TypeError):

@@ -220,6 +220,7 @@ class Engine:
             self._clip,
             self._precision,
             compile=self._compile,
+            cudagraph=self._cudagraph,
         )
 
     def cost(self) -> Choice:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from unisono.graph.capture.autocast import WEIGHT_CAST
 from unisono.graph.capture.op import Memory
 from unisono.graph.rules.call import OpCall, tensors_of
 
@@ -69,6 +70,8 @@ class _NodeCosts:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda given: self.values[given])
             result = self._call(node, args, kwargs)
             self.values[node] = result
+            if node.meta.get(WEIGHT_CAST):  # counted with the parameters
+                self.kept.update((t.untyped_storage()._cdata, t.untyped_storage()) for t in tensors_of(result))
             self._weigh(node, tensors_of(result))
         self.now.results = tuple(map(self._memory, tensors_of(self.values.get(node))))
         self.now.tracked = any(t.requires_grad for t in tensors_of(self.values.get(node)))

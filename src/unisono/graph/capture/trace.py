@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from unisono.errors import UsageError
 from unisono.graph.capture.attention_heads import part_from_samples
+from unisono.graph.capture.autocast import Autocast, insert_casts
 from unisono.graph.capture.channel_dropout import channel_dropout_decomposed
 from unisono.graph.capture.export import captured
 from unisono.graph.capture.functionalize import clean
@@ -109,6 +110,7 @@ def trace(
     *,
     unpacked: bool = False,
     marked: bool = True,
+    autocast: Autocast | None = None,
 ) -> Trace:
     """The graph of model(inputs), or of loss(model(inputs), targets), for an `example` of (inputs, targets).
 
@@ -116,7 +118,8 @@ def trace(
     count. Sizes are fixed by it. UsageError where the model cannot be traced, with the line that is in the way.
     unpacked: fused projections are taken apart (see `unpack`), so that each of their parts can be sharded by itself;
     their parameters then have a placeholder a part, and `packed_slices` gives which part it is. marked: whether marks
-    that the model makes as it runs count, so that one that would not is an error.
+    that the model makes as it runs count, so that one that would not is an error. autocast: as if the model ran under
+    torch.autocast; its casts are ops of the graph.
     """
     inputs, targets = _checked(example)
     placement_specs = placement_specs_for(model)
@@ -134,6 +137,8 @@ def trace(
         rng_use = RngUse(model)
         with contextlib.ExitStack() as stack:
             stack.callback(step.attributes.put_back)
+            if autocast is not None:
+                stack.enter_context(autocast.here())
             with gradients_of_its_own() as own:
                 program = captured(step, given)
             lost += [*own, *lost_state(step, given, program, fake, marked), *_lost_draws(rng_use, step, given)]
@@ -142,7 +147,14 @@ def trace(
     ]
     return replace(
         _read(
-            program, model, given, recorder, joined(placement_specs, recorder.placement_specs), example_specs, unpacked
+            program,
+            model,
+            given,
+            recorder,
+            joined(placement_specs, recorder.placement_specs),
+            example_specs,
+            unpacked,
+            autocast,
         ),
         assigned=assigned,
         lost=tuple(lost),
@@ -260,6 +272,7 @@ def _read(
     placement_specs: dict[str, PlacementSpec],
     example_specs: list[PlacementSpec | None],
     unpacked: bool,
+    autocast: Autocast | None,
 ) -> Trace:
     """placement_specs: for parameters and buffers; example_specs: for the tensors of the example, in order."""
     names = _tied(model)
@@ -295,6 +308,8 @@ def _read(
         if placement_spec is not None
     ]
     split = (user[:count], user[count:])
+    if autocast is not None:
+        insert_casts(graph, set(parameters), autocast)
     return replace(
         _assembled(program, graph, parameters, buffers, constants, split, trained, tuple(marks)),
         packed_slices=packed_slices,

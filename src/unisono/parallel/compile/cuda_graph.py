@@ -242,14 +242,22 @@ def _warn(reason: str) -> None:
 # ---- what cannot be captured -----------------------------------------------------------------------------------------
 
 
-def require_capturable(plan: Plan, model: nn.Module, precision: Precision) -> None:
-    """UsageError for a plan or a model whose step cannot be a CUDA graph."""
-    without = "; leave cudagraph out, or use"
+_WITHOUT = "; leave cudagraph out, or use"
+
+
+def require_capturable_plan(plan: Plan) -> None:
+    """UsageError for a plan whose step cannot be a CUDA graph."""
     if plan.world > 1 or plan.microbatches > 1 or plan.zero:
         raise UsageError(
             f"cudagraph=True captures the step of one rank, without microbatches and ZeRO, but the plan is {plan}"
-            f"{without} dp=1"
+            f"{_WITHOUT} dp=1"
         )
+
+
+def require_capturable(plan: Plan, model: nn.Module, precision: Precision) -> None:
+    """The same, also for a model and a precision."""
+    require_capturable_plan(plan)
+    without = _WITHOUT
     if precision.name == "fp16":
         raise UsageError(f'cudagraph=True with precision="fp16", whose loss scale is chosen on the host{without} bf16')
     if precision.master is None:

@@ -79,42 +79,64 @@ def local_elements(weights: Sequence[Weight], plan: Plan) -> int:
     return sum(prod(local_shape(weight, plan)) for weight in {weight.name: weight for weight in weights}.values())
 
 
-@dataclass(frozen=True)
-class ModelState:
-    """Elements on a rank: all of its parameters that are trained, and what ZeRO leaves it of them. Those that are not
-    have neither gradients nor state, and ZeRO does not shard them."""
+class ModelState(NamedTuple):
+    """What a rank holds of parameters that are trained. Those that are not have neither gradients nor state, and ZeRO
+    does not shard them. Amounts are bytes, but for elements; `own_` is this rank's shard under ZeRO: the largest of any
+    rank, as shards of a parameter differ by one of its rows at most."""
 
-    elements: int
-    sharded: int  # the largest share of any rank: shards of a parameter differ by one of its rows at most
-    itemsize: int
-    frozen: int = 0  # bytes
+    elements: int = 0
+    sharded: int = 0  # elements of this rank's shard
+    parameters: int = 0
+    gathered: int = 0  # parameters as ZeRO holds and gathers them
+    gradients: int = 0
+    sent: int = 0  # gradients in messages
+    masters: int = 0  # copies that the optimizer updates, without ZeRO
+    own_parameters: int = 0
+    own_gradients: int = 0
+    own_seen: int = 0  # gradients as the optimizer has them
+    own_masters: int = 0
+    frozen: int = 0
+
+    def plus(self, other: ModelState, count: int = 1) -> ModelState:
+        return ModelState(*(mine + count * theirs for mine, theirs in zip(self, other, strict=True)))
 
     def bytes(self, plan: Plan, optimizer: OptimizerState) -> tuple[float, float, float]:
         """Parameters, gradients and optimizer state, between steps and with gradients summed."""
         if not plan.zero:
-            full = self.elements * self.itemsize
-            return full + self.frozen, full, self.elements * optimizer.plain
-        held = self.sharded * (optimizer.sharded + optimizer.copy)
-        parameters = (self.sharded if plan.zero == 3 else self.elements) * self.itemsize
-        gradients = (self.elements if plan.zero == 1 else self.sharded) * self.itemsize
+            return self.parameters + self.frozen, self.gradients, self.elements * optimizer.plain + self.masters
+        held = self.sharded * optimizer.sharded + self.own_masters
+        parameters = self.own_parameters if plan.zero == 3 else self.gathered
+        gradients = self.gradients if plan.zero == 1 else self.own_gradients
         return parameters + self.frozen, gradients, 0.0 if plan.offload else held
 
 
 def state_of(weights: Sequence[Weight], plan: Plan) -> ModelState:
     """What a rank holds of these parameters; each name counts once."""
-    elements = sharded = frozen = 0
-    itemsize = 4
+    total = ModelState()
     for weight in {weight.name: weight for weight in weights}.values():
         shape = local_shape(weight, plan)
         numel = prod(shape)
         if weight.is_frozen:
-            frozen += numel * weight.itemsize
+            total = total.plus(ModelState(frozen=numel * weight.itemsize))
             continue
         replicas = plan.dp // plan.copies * plan.cp // (plan.ep if weight.is_expert else 1)
-        itemsize = itemsize if elements else weight.itemsize
-        elements += numel
-        sharded += ceil(shape[0] / replicas) * (numel // shape[0]) if shape and shape[0] else numel
-    return ModelState(elements, sharded, itemsize, frozen)
+        own = ceil(shape[0] / replicas) * (numel // shape[0]) if shape and shape[0] else numel
+        total = total.plus(
+            ModelState(
+                elements=numel,
+                sharded=own,
+                parameters=numel * weight.itemsize,
+                gathered=numel * weight.gathered_itemsize,
+                gradients=numel * weight.gradient,
+                sent=numel * weight.sent,
+                masters=numel * weight.master,
+                own_parameters=own * weight.gathered_itemsize,
+                own_gradients=own * weight.gradient,
+                own_seen=own * (weight.zero_master or weight.gradient),
+                own_masters=own * weight.zero_master,
+            )
+        )
+    return total
 
 
 # ---- activations -----------------------------------------------------------------------------------------------------
@@ -137,7 +159,8 @@ def saved_by(profile: ModelProfile, segment: Segment, setting: Setting) -> float
         replicated -= segment.freed["replicated"]
         gathered -= segment.freed["gathered"] if _drops_gathered(setting) else 0.0
     gathered /= setting.cp if profile.keeps_gathered else outside
-    return setting.samples * (sharded / setting.tp / setting.cp + replicated / outside + gathered)
+    copies = sum(setting.copied(work) for work in segment.ops)
+    return copies + setting.samples * (sharded / setting.tp / setting.cp + replicated / outside + gathered)
 
 
 def _is_selective(segment: Segment, setting: Setting) -> bool:
@@ -173,7 +196,7 @@ def _kept_by_op(profile: ModelProfile, segment: Segment, work: OpCost, setting: 
         kept += work.kept_instead / _divisor(profile, segment, where, setting)
     if setting.tp > 1:
         kept += work.tp_saved / setting.tp / setting.cp
-    return setting.samples * kept
+    return setting.samples * kept + setting.copied(work)
 
 
 def _dropped_by_op(profile: ModelProfile, segment: Segment, work: OpCost, setting: Setting) -> float:
@@ -207,8 +230,10 @@ def _held_by_op(segment: Segment, work: OpCost, setting: Setting) -> float:
         # begins its sum is made in a copy.
         shares_sequence = setting.sequence and segment.in_blocks
         copies = 2.0 if shares_sequence else 0.0 if work.role == "row" else 1.0
-    return setting.samples * (held + copies * work.crossing / setting.cp) + work.gradients / (
-        setting.tp if work.role else 1
+    gradients = setting.copied(work) and work.gradients if work.weight_copy else work.gradients
+    is_sharded = work.role or (work.weight_copy and work.is_sharded)
+    return setting.samples * (held + copies * work.crossing / setting.cp) + gradients / (
+        setting.tp if is_sharded else 1
     )
 
 
@@ -236,7 +261,7 @@ def chunks_alive(schedule: str, ranks: int, microbatches: int, chunks: int, rank
 
 class Moment(NamedTuple):
     """A point of the backward: what is saved by then for what is still to come, the most that the segment at hand has,
-    and the elements of the parameters whose gradients are there already. At the first of them the loss is at hand."""
+    and the bytes of the parameters' gradients that are there already. At the first of them the loss is at hand."""
 
     waiting: float
     at_hand: float
@@ -271,7 +296,7 @@ class MemoryModel:
             buffers += 2 * hidden_bytes(self.profile, setting) + self.library
             peaks.append(Footprint(parameters, growing, held, alive, workspace, buffers, rank))
         else:
-            end = Moment(0.0, 0.0, state.elements)
+            end = Moment(0.0, 0.0, state.gradients)
             for number, moment in enumerate([*self._backward(plan, setting), end]):
                 growing, buffers = self._gradients(plan, state, moment.done, is_first=number == 0)
                 buffers += self.library
@@ -283,7 +308,7 @@ class MemoryModel:
         block, and what comes before."""
         if setting not in self._moments:
             segments = self.profile.segments
-            sizes = [self._segment_state(segment, plan).elements for segment in segments]
+            sizes = [self._segment_state(segment, plan).gradients for segment in segments]
             saved = [self._of_segment(segment, setting)[0] for segment in segments]
             numbers = {segment: number for number, segment in enumerate(segments)}
             seen = sorted({*numbers.values(), 0, min(1, len(segments) - 1)}, reverse=True)
@@ -295,15 +320,14 @@ class MemoryModel:
         return self._moments[setting]
 
     def _gradients(self, plan: Plan, state: ModelState, done: int, *, is_first: bool) -> tuple[float, float]:
-        """Gradients of parameters when those of `done` elements have left in messages, and the messages.
+        """Gradients of parameters when `done` bytes of them have left in messages, and the messages.
 
         Without ZeRO messages become the gradients, and their memory stays for those of the next step. ZeRO keeps one of
         them; from its second stage on two are under way while one is filled.
         """
-        full, itemsize = float(state.elements * state.itemsize), state.itemsize
+        full, sent = float(state.gradients), float(done)
         replicas = plan.dp // plan.copies * plan.cp
         accumulates = plan.microbatches > 1 or plan.pp > 1
-        sent = float(done * itemsize)
         left = full - sent if accumulates else 0.0  # of microbatches before the last
         if replicas == 1:
             return (full if accumulates else sent), 0.0
@@ -312,14 +336,15 @@ class MemoryModel:
             return full + left, 0.0
         if plan.zero == 1:
             return left + sent, bucket + sent / replicas
-        arrived = float(state.sharded * itemsize) if accumulates else sent / replicas
+        arrived = state.own_seen * (1.0 if accumulates or not full else sent / full)
         if plan.zero == 2:
             return arrived, bucket if is_first else min(3 * bucket, max(full, bucket))
-        unit, root = self._largest_unit * self.profile.gradient_itemsize / plan.tp, self._root(plan)
+        unit, root = self._largest_unit(plan), self._root(plan)
         if is_first:
-            return arrived, root + max(unit, root)
+            return arrived, root.gathered + max(unit.gathered, root.gradients)
         # Two units are gathered, or being gathered; one has gradients; of those before it up to two are under way.
-        return arrived, 2 * root + 3 * unit + min(2 * unit, max(sent - root, 0.0))
+        under_way = min(2.0 * unit.sent, max(sent - root.gradients, 0.0))
+        return arrived, root.gathered + root.gradients + 2 * unit.gathered + unit.gradients + under_way
 
     def _state(self, plan: Plan, stages: Stages, rank: int) -> ModelState:
         key = (plan.tp, plan.ep, plan.dp, plan.copies, plan.cp, stages.starts, stages.placement, rank)
@@ -328,12 +353,10 @@ class MemoryModel:
             if stages.holds_both_ends(rank) and self.profile.tied:
                 twice = [w for w in self.profile.after.weights if w.name in self.profile.tied]
                 parts.append((state_of(twice, plan), -1))
-            self._states[key] = ModelState(
-                sum(part.elements * count for part, count in parts),
-                sum(part.sharded * count for part, count in parts),
-                next((part.itemsize for part, _ in parts if part.elements), self.profile.gradient_itemsize),
-                sum(part.frozen * count for part, count in parts),
-            )
+            total = ModelState()
+            for part, count in parts:
+                total = total.plus(part, count)
+            self._states[key] = total
         return self._states[key]
 
     def _segment_state(self, segment: Segment, plan: Plan) -> ModelState:
@@ -364,28 +387,34 @@ class MemoryModel:
     def _bucket(self, plan: Plan, state: ModelState) -> float:
         if plan.dp * plan.cp == 1:
             return 0.0
-        return min(max(BUCKET, self._largest_weight / plan.tp), float(state.elements * state.itemsize))
+        return min(max(BUCKET, self._largest_weight / plan.tp), float(state.sent))
 
     def _stepping(self, plan: Plan, state: ModelState, kept: tuple[float, float], rank: int) -> Footprint:
         """While the optimizer steps: gradients as it sees them, its temporaries, and then what ZeRO gathers."""
         optimizer = self.profile.optimizer
-        mine = state.sharded if plan.zero else state.elements
-        seen = 4 if plan.zero and optimizer.copy else state.itemsize
-        gathered = (state.elements + state.sharded) * state.itemsize if plan.zero in (1, 2) else 0.0
+        mine, seen = (state.sharded, state.own_seen) if plan.zero else (state.elements, state.gradients)
+        gathered = float(state.gathered + state.own_parameters) if plan.zero in (1, 2) else 0.0
         message = self._bucket(plan, state) if plan.zero in (1, 2) else 0.0  # which the first that is gathered takes
-        workspace = max(mine * optimizer.temporary + message, gathered)
-        return Footprint(kept[0], float(mine * seen), kept[1], 0.0, workspace, self.library, rank)
+        workspace = max(min(mine, optimizer.at_once) * optimizer.temporary + message, gathered)
+        return Footprint(kept[0], float(seen), kept[1], 0.0, workspace, self.library, rank)
+
+    def _largest_unit(self, plan: Plan) -> ModelState:
+        units = (self._segment_state(block, plan) for block in self._kinds_of_blocks)
+        return max(units, key=lambda unit: unit.elements, default=ModelState())
 
     @cached_property
-    def _largest_unit(self) -> int:
-        return max((block.numel for block in self.profile.blocks), default=0)
+    def _kinds_of_blocks(self) -> tuple[Segment, ...]:
+        return tuple(set(self.profile.blocks))
 
-    def _root(self, plan: Plan) -> float:
+    def _root(self, plan: Plan) -> ModelState:
         """What is outside the blocks is gathered as long as the model works."""
-        both = {w.name: w for end in (self.profile.before, self.profile.after) for w in end.weights}
-        return state_of(list(both.values()), plan).elements * float(self.profile.gradient_itemsize)
+        key = ("root", plan.tp, plan.ep, plan.dp, plan.copies, plan.cp)
+        if key not in self._states:
+            both = {w.name: w for end in (self.profile.before, self.profile.after) for w in end.weights}
+            self._states[key] = state_of(list(both.values()), plan)
+        return self._states[key]
 
     @cached_property
     def _largest_weight(self) -> float:
         weights = [w for segment in set(self.profile.segments) for w in segment.weights if not w.is_frozen]
-        return float(max((w.numel * w.itemsize for w in weights), default=0))
+        return float(max((w.numel * w.sent for w in weights), default=0))

@@ -37,6 +37,8 @@ class OpTimer:
         self._peak = hardware.peak(dtype)
 
     def op(self, work: OpCost, segment: Segment, setting: Setting) -> OpTime:
+        if work.weight_copy and not setting.copied(work):
+            return OpTime(0.0, 0.0)
         overhead = self.hardware.op_overhead * work.calls
         if not self.hardware.asynchronous:
             return self._on_device(work, segment, setting, overhead)

@@ -167,7 +167,7 @@ class TimeModel:
         and writes one. From its second stage on ZeRO keeps shards only."""
         if plan.microbatches == 1 or plan.zero >= 2:
             return 0.0
-        size = sum(segment.numel * count for segment, count in counted) * self.profile.gradient_itemsize / plan.tp
+        size = sum(segment.gradients * count for segment, count in counted) / plan.tp
         return 3 * size / self._bandwidth * (1 - 1 / plan.microbatches)
 
     def estimate(self, plan: Plan, stages: Stages) -> Duration:
@@ -261,5 +261,5 @@ class TimeModel:
         elements = state.sharded if plan.zero else state.elements
         optimizer = self.profile.optimizer
         traffic = optimizer.traffic if plan.zero else optimizer.plain_traffic
-        clipping = 3 * elements * state.itemsize if self.profile.clips else 0.0
+        clipping = 3.0 * (state.own_seen if plan.zero else state.gradients) if self.profile.clips else 0.0
         return self.hardware.turns(plan.world) * (elements * traffic + clipping) / self._bandwidth

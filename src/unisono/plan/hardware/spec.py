@@ -12,6 +12,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 
 from unisono.errors import UsageError
+from unisono.plan.format import shortfall
 
 # ---- curves ----------------------------------------------------------------------------------------------------------
 
@@ -76,14 +77,16 @@ class Hardware:
     dropout_mask: float = 0.0  # bytes that a dropout keeps for an element; unisono draws again on GPUs
     nodes: int | None = None
     cores: int | None = None  # of a node: where it has more devices than cores, these take turns
+    limit: float | None = None  # bytes that a rank may need, in place of what the device has
     source: str = field(default="", compare=False)
 
     def peak(self, dtype: str) -> float:
         if dtype in self.flops:
             return self.flops[dtype]
-        fallback = {"float16": "bfloat16", "bfloat16": "float16"}.get(dtype, "float32")
-        if fallback in self.flops:
-            return self.flops[fallback]
+        other = {"float16": "bfloat16", "bfloat16": "float16"}.get(dtype, "float32")
+        for known in (other, "float32"):
+            if known in self.flops:
+                return self.flops[known]
         raise UsageError(
             f"hardware {self.source or self.name}: no flops.{dtype}, in which the model computes; known are "
             f"{', '.join(self.flops)}"
@@ -113,4 +116,9 @@ class Hardware:
 
     @property
     def usable_memory(self) -> float:
-        return self.memory * (1 - self.margin)
+        return self.memory * (1 - self.margin) if self.limit is None else self.limit
+
+    def short_of(self, needs: float, digits: int = 0) -> str:
+        """In words: needs more than there is."""
+        words = shortfall(needs, self.usable_memory, digits)
+        return words if self.limit is None else f"{words}, the limit of a rank"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+from unisono.graph.capture.autocast import WEIGHT_CAST
 from unisono.graph.capture.op import Op
 from unisono.graph.capture.trace import Trace
 
@@ -48,18 +49,20 @@ class _Gradients:
         self.shared = _Joined()  # ... and sums with what they add
         self.made: dict[str, int] = {}
         self.used: dict[str, int] = {}
+        self.of_parameters = set(trace.parameters)  # with their views and casts
         for number, op in enumerate(trace.ops):
             self._see(number, op)
 
     def _see(self, number: int, op: Op) -> None:
         inputs = [name for name in op.inputs if name in self.sizes]
-        is_of_parameter = any(name in self.trace.parameters for name in op.inputs)
+        is_of_parameter = any(name in self.of_parameters for name in op.inputs)
         if not (inputs or is_of_parameter) or not any(spec.dtype.is_floating_point for spec in op.outputs):
             return
         for name in inputs:
             self.used[name] = number
-        if not inputs and not op.bytes_moved:
-            return  # a view of a parameter, whose gradient is not an activation's
+        if not inputs and (not op.bytes_moved or op.node.meta.get(WEIGHT_CAST)):
+            self.of_parameters.add(op.name)  # its gradient is not an activation's
+            return
         self.sizes[op.name] = sum(spec.nbytes for spec in op.outputs)
         self.made[op.name] = number
         if is_view(op) and inputs:

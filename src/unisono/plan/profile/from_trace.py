@@ -14,6 +14,7 @@ from math import prod
 import torch
 
 from unisono.errors import UsageError
+from unisono.graph.capture.autocast import INNER_CASTS, WEIGHT_CAST
 from unisono.graph.capture.op import Memory, Op, TensorSpec
 from unisono.graph.capture.trace import Trace
 from unisono.plan.profile.backward import held_by_ops, is_view, moved_back
@@ -81,8 +82,10 @@ class _TraceReader:
         self.home[op.name] = self.part_number
         weights = [self.parameter[name] for name in op.inputs if name in self.parameter]
         others = [name for name in op.inputs if name not in self.parameter and name not in self.trace.buffers]
-        if weights and not others and not op.bytes_moved:
-            self.parameter[op.name] = weights[0]  # a view of a parameter
+        if weights and not others and (not op.bytes_moved or op.node.meta.get(WEIGHT_CAST)):
+            self.parameter[op.name] = weights[0]  # a view of a parameter, or a cast
+            if op.bytes_moved:
+                part.ops.append(self._weight_cast(op, self.subject.weights[weights[0]]))
             return
         self._see_boundary(others)
         for name in weights:
@@ -130,6 +133,20 @@ class _TraceReader:
             outputs = len(weight.shape) - 1 if is_transposed else len(weight.shape) - 2
             return "row" if weight.tp_dim != outputs else "gather" if weight.gathers else "column"
         return ""
+
+    def _weight_cast(self, op: Op, weight: Weight) -> OpCost:
+        """Of autocast. The copy stays until the backward, which makes its gradient first. There is none of weights that
+        ZeRO gathers in that dtype."""
+        copy = float(op.outputs[0].nbytes)
+        return OpCost(
+            name=op.name,
+            kind="memory",
+            weights=float(op.bytes_moved),
+            weight_copy=copy,
+            is_gathered=op.outputs[0].dtype.itemsize == weight.gathered_itemsize,
+            is_sharded=weight.tp_dim is not None,
+            gradients=0.0 if weight.is_frozen else copy,
+        )
 
     def _work(self, op: Op, role: str, *, is_sharded: bool, is_from_sharded: bool) -> OpCost:
         samples = self.subject.samples
@@ -188,7 +205,8 @@ class _TraceReader:
         """A log-softmax, which is kept, and a choice, whose gradient is as large. Where the vocabulary is sharded,
         exponentials in float32 are kept, and a gradient in float32 comes before that of the logits."""
         logits = self._spec(op.inputs[0])
-        work = replace(work, temporary=self._sample_bytes(logits))
+        inner = op.node.meta.get(INNER_CASTS, 0) / self.subject.samples  # of the log-softmax, for the choice
+        work = replace(work, temporary=self._sample_bytes(logits), saved=work.saved + inner)
         if not is_from_sharded:
             return work
         wide = 4 * prod(logits.shape) / self.subject.samples
@@ -204,7 +222,10 @@ class _TraceReader:
 
     def _gradient_bytes(self, name: str) -> int:
         weight = self.subject.weights.get(self.parameter.get(name, ""))
-        return weight.numel * weight.itemsize if weight is not None and not weight.is_frozen else 0
+        if weight is None or weight.is_frozen:
+            return 0
+        is_cast = weight.gradient > weight.itemsize  # from that of the parameter, when it is added
+        return weight.numel * (weight.gradient + is_cast * weight.itemsize)
 
     def look_back(self) -> None:
         """Tell every op what is alive in its backward."""
@@ -245,7 +266,8 @@ class _TraceReader:
         return float(value) if isinstance(value, int | float) else default
 
     def _mask_bytes(self, spec: TensorSpec) -> float:
-        return float(spec.dtype.itemsize) if self.subject.mask_bytes is None else self.subject.mask_bytes
+        own = float(spec.dtype.itemsize)
+        return own if self.subject.mask_bytes is None else min(self.subject.mask_bytes, own)
 
     def _spec(self, name: str) -> TensorSpec:
         return self.trace.specs[name][0]
@@ -268,7 +290,6 @@ class _TraceReader:
             raise UsageError(f"{self.subject.name}: the trace has no ops to plan for")
         hidden = self.hidden
         both = {w.name for w in segments[0].weights} & {w.name for w in segments[-1].weights}
-        first = next(iter(self.subject.weights.values()), None)
         computes = next((op for op in self.trace.ops if op.flops), None)
         return ModelProfile(
             name=self.subject.name,
@@ -281,7 +302,6 @@ class _TraceReader:
             optimizer=self.subject.optimizer,
             length=hidden.shape[1] if hidden is not None and len(hidden.shape) > 2 else 1,
             tied=tuple(sorted(both)),
-            gradient_itemsize=first.itemsize if first is not None else 4,
             has_experts=any(weight.is_expert for weight in self.subject.weights.values()),
             keeps_gathered=self.subject.keeps_gathered,
             recomputes=self.subject.recomputes,

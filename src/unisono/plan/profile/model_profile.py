@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
+from math import inf, prod
 from typing import NamedTuple
 
 from unisono.plan.plan import Plan
@@ -51,6 +51,8 @@ class OpCost:
     crossing: float = 0.0  # bytes of what enters a region here, or leaves it
     tp_saved: float = 0.0  # bytes more that are kept where tp shards it
     tp_temporary: float = 0.0  # instead of `temporary`, where tp shards it
+    weight_copy: float = 0.0  # bytes of a parameter in the dtype of autocast, not of one sample but in all
+    is_gathered: bool = False  # that copy is not made where ZeRO gathers the parameter in its dtype
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,28 @@ class Weight:
     is_expert: bool = False  # ep shards dim 0
     gathers: bool = False  # where tp shards a layer by its outputs: whether these are gathered at once
     is_frozen: bool = False  # not trained: it has no gradient
+    gradient_itemsize: int = 0  # 0: that of the parameter
+    zero_itemsize: int = 0  # of the parameter under ZeRO, which may hold and gather it in half; 0: its own
+    sent_itemsize: int = 0  # of a gradient in a message; 0: its own
+    master: int = 0  # bytes an element of the copy that the optimizer updates, without ZeRO
+    zero_master: int = 0  # ... of this rank's shard, under ZeRO
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def gradient(self) -> int:
+        """Bytes of an element's gradient."""
+        return self.gradient_itemsize or self.itemsize
+
+    @property
+    def sent(self) -> int:
+        return self.sent_itemsize or self.gradient
+
+    @property
+    def gathered_itemsize(self) -> int:
+        return self.zero_itemsize or self.itemsize
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,15 +128,20 @@ class Segment:
         """Of the parameters that are trained."""
         return sum(weight.numel for weight in self.weights if not weight.is_frozen)
 
+    @cached_property
+    def gradients(self) -> int:
+        """Bytes of their gradients."""
+        return sum(weight.numel * weight.gradient for weight in self.weights if not weight.is_frozen)
+
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """Bytes that the optimizer keeps for an element; with ZeRO, half parameters have float32 copies."""
+    """Bytes that the optimizer keeps for an element, beside copies that it updates (Weight.master)."""
 
     plain: float = 8.0  # on the parameter itself
     sharded: float = 8.0  # on what ZeRO gives it
-    copy: float = 0.0  # of what it updates, under ZeRO
     temporary: float = 4.0  # while it steps, an element
+    at_once: float = inf  # elements that it updates together
     traffic: float = 28.0  # bytes read and written in a step, an element of what ZeRO gives it
     plain_traffic: float = 28.0  # ... of the parameter itself
 
@@ -135,7 +160,6 @@ class ModelProfile:
     optimizer: OptimizerState = field(default_factory=OptimizerState)
     length: int = 1  # of a sequence: what cp and sp divide
     tied: tuple[str, ...] = ()  # parameters used before and after the blocks: held by both ends of a pipeline
-    gradient_itemsize: int = 4
     clips: bool = False  # whether gradients are scaled by their norm
     has_experts: bool = False
     expert_count: int = 0
@@ -190,11 +214,20 @@ class Setting(NamedTuple):
     ep: int
     sequence: bool
     recompute: str
+    zero: bool = False  # parameters are held as ZeRO gathers them
 
     @classmethod
     def of(cls, plan: Plan, batch: int) -> Setting:
         recompute = plan.recompute if isinstance(plan.recompute, str) else "none"
-        return cls(batch / plan.dp / plan.microbatches, plan.tp, plan.cp, plan.ep, plan.sequence, recompute)
+        return cls(
+            batch / plan.dp / plan.microbatches, plan.tp, plan.cp, plan.ep, plan.sequence, recompute, plan.zero > 0
+        )
+
+    def copied(self, work: OpCost) -> float:
+        """Bytes of a rank's copy of a weight for autocast."""
+        if work.is_gathered and self.zero:
+            return 0.0
+        return work.weight_copy / (self.tp if work.is_sharded else 1)
 
     def outside(self, segment: Segment) -> float:
         """What divides a sample's activations outside tensor-parallel regions."""

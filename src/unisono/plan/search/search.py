@@ -22,7 +22,6 @@ from math import ceil, inf
 from unisono.errors import UsageError
 from unisono.plan.cost.memory import Footprint, MemoryModel
 from unisono.plan.cost.time import Duration, TimeModel
-from unisono.plan.format import shortfall
 from unisono.plan.hardware.spec import Hardware
 from unisono.plan.plan import RECOMPUTE, Plan
 from unisono.plan.profile.model_profile import ModelProfile, Segment
@@ -276,7 +275,7 @@ class Search:
 
     def _least_saving(self, plan: Plan) -> Iterator[tuple[Plan, float]]:
         """The plan with each stage of ZeRO and the least recomputation that fits, and the bytes that each needs."""
-        zeros = [0, 1, 2, 3] if plan.dp * plan.cp > 1 else [0]
+        zeros = [0, 1, 2, 3] if plan.dp * plan.cp > 1 and self.refusal(plan.but(zero=1)) is None else [0]
         again = (
             [each for each in RECOMPUTE if each != "attention" or self.profile.has_scores]
             if self.profile.blocks and self.profile.recomputes
@@ -307,8 +306,8 @@ class Search:
             )
         return (
             f"none of {considered} plans for {self.world} devices fits {self.profile.name}: the smallest, "
-            f"{smallest[1]}, {shortfall(smallest[0], self.hardware.usable_memory, 1)}; use more devices or ones with "
-            "more memory"
+            f"{smallest[1]}, {self.hardware.short_of(smallest[0], 1)}; use more devices or "
+            f"{'ones with more memory' if self.hardware.limit is None else 'a higher limit'}"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from unisono.plan.cost.collective import group
-from unisono.plan.format import format_bytes, shortfall
+from unisono.plan.format import format_bytes
 from unisono.plan.plan import REPLICAS, Plan
 from unisono.plan.search.neighbours import neighbours
 from unisono.plan.search.search import TIE, Candidate, Search
@@ -41,7 +41,7 @@ def _rejection(search: Search, best: Candidate, change: str, plans: list[Plan]) 
     other = search.settled(*allowed)
     named = _named(change, best.plan, other.plan)
     if not other.fits:
-        reason = shortfall(other.footprint.total, search.hardware.usable_memory)
+        reason = search.hardware.short_of(other.footprint.total)
         return Rejection(named, other.plan, reason, memory=other.footprint.total)
     reason = _difference(search, best, other, other.seconds / best.seconds - 1)
     return Rejection(named, other.plan, reason, other.seconds, other.footprint.total)
@@ -97,6 +97,8 @@ def _cause(search: Search, best: Candidate, other: Candidate) -> str:
         "optimizer": "optimizer updates more on each rank",
         "compute": "smaller products" if plan.recompute == base.recompute else "computes activations again",
     }
+    if part == "compute" and base.zero and not plan.zero:
+        return "casts weights in every microbatch"
     if part == "compute" and plan.tp < base.tp and not plan.sequence:
         return "norms and residuals on every rank"
     return words[part]
