@@ -34,9 +34,7 @@ BACKEND = "UNISONO_COMPILE_BACKEND"
 PLANS = [
     "dp=2,zero=3",
     "tp=2,sp",
-    "pp=2,microbatches=3",
     "cp=2,recompute=full",
-    "dp=2,microbatches=2",
     "dp=2,zero=1,recompute=full",
     "tp=2,recompute=full,microbatches=2",
     "tp=2,sp,recompute=selective",
@@ -44,7 +42,7 @@ PLANS = [
     "pp=2,microbatches=4,schedule=zb1p",
     "pp=2,chunks=2,microbatches=2,schedule=interleaved,recompute=full",
 ]
-LLAMA_PLANS = ["tp=2,sp", "dp=2,zero=3", "cp=2", "pp=2,microbatches=2", "tp=2", "dp=2,recompute=full"]
+LLAMA_PLANS = ["tp=2,sp", "cp=2,zero=3", "pp=2,microbatches=2"]
 
 
 @pytest.fixture(autouse=True)

@@ -96,7 +96,8 @@ class UnisonoTrainer(Trainer):
     # ---- one process ---------------------------------------------------------------------------------------------
 
     def _build_accelerator_args(self, **given: Any) -> dict[str, Any]:
-        return super()._build_accelerator_args(**given) | {"mixed_precision": "no"}  # the plan's trainer casts
+        # The plan's trainer casts and places; accelerate would read and load the optimizer's state to place it.
+        return super()._build_accelerator_args(**given) | {"mixed_precision": "no", "device_placement": False}
 
     def _get_dataloader(self, *given: Any, **named: Any) -> Any:
         with _process_0():  # workers are seeded by it, and all ranks must read the same

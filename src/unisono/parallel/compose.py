@@ -32,6 +32,7 @@ from unisono.parallel.data.bucket import is_summed
 from unisono.parallel.data.data_parallel import DataParallel
 from unisono.parallel.expert.expert import expert_parallelize
 from unisono.parallel.float8 import Float8Layers, use_float8
+from unisono.parallel.full_state import refuse_partial_state
 from unisono.parallel.layout import layout_of
 from unisono.parallel.loss.batch_loss import BatchLoss, GatheredLoss
 from unisono.parallel.loss.loss import GlobalLoss, Loss
@@ -229,6 +230,7 @@ def compose(made: Composition) -> Trainer:
     trainer.reads = reads if reads.is_needed else None
     trainer.rounds_weights = bool(rounded)
     refuse_float32_uses(model, rounded, str(plan))
+    refuse_partial_state(model, trainer.optimizer, trainer.optimized(), str(plan), is_pipeline=plan.pp > 1)
     if made.precision.master is None:
         rounding, emulated = made.precision.rounding, made.precision.halves
         RoundedStep(

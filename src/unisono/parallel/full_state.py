@@ -5,11 +5,14 @@ other.load_state_dict(state)          # of the same model, under any plan
 
 Of the optimizer's state too: for a plain optimizer pass the model's named parameters; for ZeRO what it optimizes
 (`zero.optimized()`). Their layouts describe them, and state tensors of their shape.
+
+torch's own `model.state_dict()` and `optimizer.state_dict()` would have this rank's shards, under the names of full
+tensors: `torch.save(model.state_dict(), ...)` on rank 0 would lose the others'. `refuse_partial_state` refuses them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -36,6 +39,69 @@ def full_tensors_in(model: nn.Module, optimized: Tensors, mesh: Mesh) -> Tensors
     for theirs in _over_stages(mine, mesh):
         full.update(theirs)
     return full
+
+
+def refuse_partial_state(
+    model: nn.Module, optimizer: Optimizer, optimized: Named, plan: str, is_pipeline: bool
+) -> None:
+    """Refuse state_dict() and load_state_dict() of a model and an optimizer of which this rank has a part.
+
+    Args:
+        model: what is left of the model on this rank.
+        optimizer: what updates it.
+        optimized: the tensors that it updates, by name.
+        plan: named in the errors.
+        is_pipeline: other ranks have other modules of the model.
+    """
+    state = "trainer.state_dict(), which every rank calls and which has all of it"
+    get = f'use uni.export_weights(trainer, "model.safetensors") or {state}'
+    take = "use uni.import_weights(trainer, ...) or trainer.load_state_dict(...), which every rank calls"
+    if is_pipeline:
+        model.register_state_dict_pre_hook(
+            Refusal(f"plan {plan}: model.state_dict() would have the modules of this rank's stages only; {get}")
+        )
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.shape != full_shape(parameter):
+                named = f"{path}.{name}".removeprefix(".")
+                shapes = f"{tuple(parameter.shape)} of {tuple(full_shape(parameter))}"
+                module.register_state_dict_pre_hook(
+                    Refusal(f"plan {plan}: model.state_dict() would have this rank's shard of {named}, {shapes}; {get}")
+                )
+                module.register_load_state_dict_pre_hook(_RefuseFull(f"plan {plan}: this rank has a shard of", take))
+                break
+    if is_pipeline or any(each.shape != full_shape(each) for _, each in optimized):
+        what = "would have this rank's part of the optimizer's state"
+        optimizer.register_state_dict_pre_hook(Refusal(f"plan {plan}: optimizer.state_dict() {what}; use {state}"))
+        optimizer.register_load_state_dict_pre_hook(
+            Refusal(f"plan {plan}: optimizer.load_state_dict() takes what this rank alone has; {take}")
+        )
+
+
+class Refusal:
+    """A hook that raises a UsageError; unlike a function in a function, it can be copied with its model."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+
+    def __call__(self, *_: Any) -> None:
+        raise UsageError(self._message)
+
+
+class _RefuseFull:
+    """A hook of load_state_dict that refuses tensors of other shapes than this rank's shards."""
+
+    def __init__(self, found: str, advice: str) -> None:
+        self._found, self._advice = found, advice
+
+    def __call__(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        for name, parameter in module._parameters.items():
+            value = state.get(prefix + name)
+            if parameter is not None and isinstance(value, torch.Tensor) and value.shape != parameter.shape:
+                raise UsageError(
+                    f"{self._found} {prefix}{name}, {tuple(parameter.shape)}, and model.load_state_dict() was given "
+                    f"{tuple(value.shape)}; {self._advice}"
+                )
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from torch import nn
 
 from unisono.errors import UsageError
 from unisono.parallel.float8 import Float8Linear
+from unisono.parallel.full_state import Refusal
 from unisono.parallel.precision import HALVES, model_dtype
 
 _MOST_WIDENED = 2**28  # elements, which take 1 GiB in float32
@@ -28,7 +29,7 @@ def refuse_float32_uses(model: nn.Module, rounded: Collection[str], plan: str) -
     names = {id(parameter): name for name, parameter in model.named_parameters() if name in rounded}
     for parameter in model.parameters():
         if id(parameter) in names:
-            refusal = _Refusal(
+            refusal = Refusal(
                 f"plan {plan}: a copy of the model would have {names[id(parameter)]} in {_half(parameter)}, the dtype "
                 f"in which ZeRO gathers it; {_advice(parameter)}"
             )
@@ -39,7 +40,7 @@ def refuse_float32_uses(model: nn.Module, rounded: Collection[str], plan: str) -
             assert owned[0] is not None
             name, half, advice = names[id(owned[0])], _half(owned[0]), _advice(owned[0])
             module.register_state_dict_pre_hook(
-                _Refusal(
+                Refusal(
                     f"plan {plan}: model.state_dict() would have {name} in {half}, the dtype in which ZeRO gathers it; "
                     f'use trainer.state_dict()["model"], which every rank calls, or {advice.removeprefix("use ")}'
                 )
@@ -70,14 +71,6 @@ def widened(model: nn.Module) -> Iterator[bool]:
     finally:
         for each, data in zip(rounded, kept, strict=True):
             each.data = data
-
-
-class _Refusal:
-    def __init__(self, message: str) -> None:
-        self._message = message
-
-    def __call__(self, *_: Any) -> None:
-        raise UsageError(self._message)
 
 
 def _require_autocast(message: str) -> Any:
