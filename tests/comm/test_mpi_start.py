@@ -89,6 +89,7 @@ def test_a_rank_that_raises_ends_the_job(mpi_name: str) -> None:
     assert "ValueError: rank 0 has had enough" in done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("check", ["broadcast", "all_gather", "all_reduce", "point_to_point"])
 def test_more_than_two_to_the_31_elements(check: str) -> None:
     free = _available_memory()

@@ -89,6 +89,7 @@ def test_every_program_says_its_section_and_its_command(monkeypatch: pytest.Monk
             assert (job.program.target, job.program.args, job.world, job.backend) == (file, (), way.ranks, None)
 
 
+@pytest.mark.thorough
 def test_programs_run_by_their_commands() -> None:
     """Those of other sections differ from these in `train` alone, which the table runs."""
     alone = run_example("seeds/002_paddle/single.py", "--batches", "2").text

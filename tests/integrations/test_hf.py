@@ -133,8 +133,8 @@ def trained(comm: Any, plan: str, folder: str, expected: str, theirs: list[dict[
 @pytest.mark.parametrize(
     "plan",
     [
-        "dp=2",
         "dp=2,zero=3",
+        pytest.param("dp=2", marks=pytest.mark.thorough),
         pytest.param("tp=2", marks=pytest.mark.thorough),
         pytest.param("dp=2,zero=1", marks=pytest.mark.thorough),
         pytest.param("dp=2,zero=2,microbatches=2", marks=pytest.mark.thorough),
@@ -195,6 +195,7 @@ def resumed(comm: Any, folder: str, expected: str, theirs: list[dict[str, float]
     trainer.save_model(f"{folder}/continued")
 
 
+@pytest.mark.thorough
 def test_checkpoints_are_those_of_transformers_trainer(
     pools: Pools, plain: tuple[str, list[dict[str, float]]], tmp_path: Path
 ) -> None:

@@ -165,9 +165,9 @@ def fitted_under(comm: Any, plan: str, folder: str, expected: str, theirs: dict[
 @pytest.mark.parametrize(
     "plan",
     [
-        "dp=2",
         "dp=2,zero=3",
-        "tp=2",
+        pytest.param("dp=2", marks=pytest.mark.thorough),
+        pytest.param("tp=2", marks=pytest.mark.thorough),
         pytest.param("dp=2,zero=1", marks=pytest.mark.thorough),
         pytest.param("dp=2,zero=2", marks=pytest.mark.thorough),
     ],

@@ -91,6 +91,7 @@ def _raced(comm: Any, hardware: str, of_module: bool) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("of_module", [True, False])
 def test_the_measured_fastest_trains_as_if_it_had_been_given(
     pools: Callable[[str, int], RankPool], wrong: str, of_module: bool

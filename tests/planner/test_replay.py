@@ -119,6 +119,7 @@ def _of_plans(comm: Any) -> tuple[list[Prediction], list[Prediction], list[Predi
     return given, three(lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))), three(_Fails)
 
 
+@pytest.mark.thorough
 def test_plans_are_replayed_on_all_ranks(pools: Callable[[str, int], RankPool]) -> None:
     first, second = pools("gloo", 2).run(_of_plans)
     assert first == second

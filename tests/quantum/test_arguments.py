@@ -125,6 +125,7 @@ def wide_gate(comm: Any) -> list[np.ndarray]:
     return [*found, layer.weights.grad.numpy()]
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*ranks")
 def test_a_layer_keeps_as_many_wires_a_rank_as_its_gates_mix(pools: Callable[[str, int], RankPool]) -> None:
     alone = wide_gate(None)

@@ -118,6 +118,7 @@ def with_mlflow(comm: Any, folder: str) -> list[float]:
     return logged(comm, lambda: uni.MLflowLogger("tests", tracking_uri=uri, params={"note": "x"}), folder)
 
 
+@pytest.mark.thorough
 def test_mlflow(pools: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow import MlflowClient
 

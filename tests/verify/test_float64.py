@@ -140,6 +140,7 @@ def doubled_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(outputs, targets) * uni.world_size()
 
 
+@pytest.mark.thorough
 def test_a_kernel_without_float64_is_proved_in_float32() -> None:
     output = (
         """proved in float32, as float64 fails: NotImplementedError: "single_kernel" not implemented for 'Double'"""
