@@ -14,7 +14,12 @@ from unisono.comm.communicator import Communicator
 
 
 def ring_all_reduce(comm: Communicator, tensor: torch.Tensor) -> torch.Tensor:
-    """Replace `tensor` by the sum over all ranks, in place, for any length and any number of ranks."""
+    """Replace a tensor by the sum over all ranks, in place, for any length and any number of ranks.
+
+    Args:
+        comm: The ranks.
+        tensor: This rank's.
+    """
     if comm.size == 1:
         return tensor
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size

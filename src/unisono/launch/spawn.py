@@ -33,11 +33,22 @@ def spawn(
     args: Sequence[Any] = (),
     timeout: float | None = None,
 ) -> list[Any]:
-    """Run fn(*args) on n ranks of this machine; the results, by rank.
+    """Run fn(*args) on n ranks of this machine.
 
     The ranks are forked, so fn may be a lambda or a notebook's function, and each computes with one thread.
-    With backend="mpi" they are fresh processes under mpiexec, and fn must be importable. A rank's exception
-    is raised here as LaunchError with its traceback; so is the timeout (seconds) when ranks still run then.
+
+    Args:
+        fn: What every rank calls.
+        n: How many ranks.
+        backend: "gloo", "nccl" or "mpi"; with "mpi" ranks are fresh processes under mpiexec, and fn must be importable.
+        args: Its arguments.
+        timeout: Seconds after which ranks that still run are ended.
+
+    Returns:
+        The results, by rank.
+
+    Raises:
+        LaunchError: A rank raised an exception, with its traceback, or the timeout is over.
     """
     _validate(fn, n, backend, args, timeout)
     n = n.__index__()

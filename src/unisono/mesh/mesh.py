@@ -30,10 +30,15 @@ _groups: weakref.WeakKeyDictionary[Communicator, dict[tuple[int, ...], Communica
 
 
 class Mesh:
-    """A grid of ranks with one name an axis. Equal meshes (shape, names, ranks) are interchangeable."""
+    """A grid of ranks with one name an axis. Equal meshes (shape, names, ranks) are interchangeable.
+
+    Args:
+        shape: Sizes of the axes.
+        names: Of the axes.
+        ranks: The world's ranks in the grid, of that shape or flat; default: all of the world in order.
+    """
 
     def __init__(self, shape: Sequence[int], names: Sequence[str], ranks: Any = None) -> None:
-        """`ranks` are the world's ranks in the grid, of that shape or flat; by default all of the world in order."""
         sizes, axis_names = _checked(shape, names)
         if ranks is None:
             _require_fit(sizes, axis_names)

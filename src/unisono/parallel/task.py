@@ -19,10 +19,20 @@ from unisono.errors import UsageError
 
 @dataclass(frozen=True)
 class Task:
-    """model() builds the module; batch(seed) gives (inputs, targets) for one global batch, inputs being a tensor, a
-    tuple or a dict of keyword arguments for the model; loss(outputs, targets) gives a scalar; optimizer(parameters)
-    gives a torch optimizer. rules: which layers tensor parallelism shards. clip: the largest norm of the gradients.
-    batch_dim and precision: as for uni.parallelize; explain shows the precision, and verify proves it."""
+    """What it takes to rebuild a training job on any rank.
+
+    Args:
+        model: model() builds the module.
+        loss: loss(outputs, targets) gives a scalar.
+        optimizer: optimizer(parameters) gives a torch optimizer.
+        batch: batch(seed) gives (inputs, targets) for one global batch, inputs being a tensor, a tuple or a dict of
+            keyword arguments for the model.
+        rules: Which layers tensor parallelism shards.
+        clip: The largest norm of the gradients.
+        name: For tables.
+        batch_dim: As for uni.parallelize.
+        precision: As for uni.parallelize; explain shows it, plan counts with it, and verify proves it.
+    """
 
     model: Callable[[], nn.Module]
     loss: Callable[[Any, Any], torch.Tensor]

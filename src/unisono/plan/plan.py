@@ -34,24 +34,46 @@ _SHORT = {"sequence": "sp"}
 
 @dataclass(frozen=True)
 class Plan:
-    """How a job is split. Every field has the value that changes nothing, so Plan() is one device."""
+    """How a job is split. Every field has the value that changes nothing, so Plan() is one device.
 
-    dp: int = 1  # ranks that share the batch
-    tp: int = 1  # ranks that share each layer
-    pp: int = 1  # ranks that share the layers: stages of the pipeline
-    cp: int = 1  # ranks that share each sequence
-    ep: int = 1  # ranks of the data axis that share the experts; divides dp
-    zero: int = 0  # what the data axis shards: 1 optimizer state, 2 gradients too, 3 parameters too
-    shard: int = 0  # over how many data ranks ZeRO shards, each such group having all (HSDP); 0: over all of them
-    sequence: bool = False  # between tensor-parallel layers, activations are sharded along the sequence
-    context: str = "ring"  # how attention crosses cp: ring or ulysses
-    recompute: str | tuple[str, ...] = "none"  # none, selective, attention, full, auto:12GiB, or module patterns
-    microbatches: int = 1  # the batch is split into this many, one after the other
-    schedule: str = "1f1b"  # of the pipeline
-    chunks: int = 1  # stages a rank holds (interleaved, zbv)
-    offload: bool = False  # optimizer state in host memory
-    compile: bool = False  # blocks, the rest of the model and the loss are compiled, one by one
-    boundaries: tuple[int, ...] = ()  # the first block of each stage; without, stages are balanced by parameters
+    Args:
+        dp: Ranks that share the batch.
+        tp: Ranks that share each layer.
+        pp: Ranks that share the layers: stages of the pipeline.
+        cp: Ranks that share each sequence.
+        ep: Ranks of the data axis that share the experts; divides dp.
+        zero: What the data axis shards: 1 optimizer state, 2 gradients too, 3 parameters too.
+        shard: Over how many data ranks ZeRO shards, each such group having all (HSDP); 0: over all of them.
+        sequence: Between tensor-parallel layers, activations are sharded along the sequence ("sp" in a text).
+        context: How attention crosses cp: "ring" or "ulysses".
+        recompute: "none", "selective", "attention", "full", "auto:12GiB", or module patterns.
+        microbatches: The batch is split into this many, one after the other.
+        schedule: Of the pipeline.
+        chunks: Stages a rank holds (interleaved, zbv).
+        offload: Optimizer state in host memory.
+        compile: Blocks, the rest of the model and the loss are compiled, one by one.
+        boundaries: The first block of each stage; default: stages are balanced by parameters.
+
+    Raises:
+        UsageError: A value is not allowed, or two contradict each other.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    zero: int = 0
+    shard: int = 0
+    sequence: bool = False
+    context: str = "ring"
+    recompute: str | tuple[str, ...] = "none"
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    offload: bool = False
+    compile: bool = False
+    boundaries: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "cp", "ep", "microbatches", "chunks"):
@@ -129,7 +151,11 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """Read a plan from `key=value` words and flags, separated by commas."""
+        """Read a plan from `key=value` words and flags, separated by commas.
+
+        Args:
+            text: As "dp=2,tp=2,zero=1,sp".
+        """
         known = {_SHORT.get(field.name, field.name): field for field in fields(cls)}
         given: dict[str, Any] = {}
         for word in filter(None, (word.strip() for word in text.split(","))):

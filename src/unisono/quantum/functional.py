@@ -48,10 +48,20 @@ def evaluate(
     dtype: torch.dtype = torch.complex128,
     **options: Any,
 ) -> torch.Tensor:
-    """Expectation values, or without observables the final amplitudes, as a differentiable function of the circuit's
-    weights, of its features (one sample or a batch), and of the initial amplitudes.
+    """Expectation values, or without observables the final amplitudes, as a differentiable function.
 
-    Further options are those of Layer. A Layer keeps what is compiled; this compiles at each call."""
+    A Layer keeps what is compiled; this compiles at each call.
+
+    Args:
+        circuit: The circuit.
+        observables: Of which expectation values are returned.
+        weights: Values of its weights.
+        features: Values of its features, of one sample or of a batch.
+        initial: The initial amplitudes.
+        comm: The ranks that share the state.
+        dtype: Of amplitudes.
+        **options: Those of Layer.
+    """
     if not isinstance(observables, tuple | list) or observables:
         options.setdefault("output", "expectations")
     options.setdefault("output", "state")

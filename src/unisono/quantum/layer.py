@@ -58,16 +58,28 @@ KEPT = 256 << 20  # bytes of final states that a forward keeps for its backward;
 
 
 class Layer(nn.Module):
-    """(batch, features) -> (batch, observables), or amplitudes or probabilities with output="state", "probabilities".
+    """A circuit as a module: (batch, features) -> (batch, observables), or amplitudes or probabilities.
 
-    States are on `device`: a GPU with "cuda", else where the communicator's tensors are.
-    `weights` is the trainable parameter: the circuit's weight(i), drawn uniformly from [0, 2 pi) with `seed` unless
-    given.
+    Its parameter `weights` is trainable: the circuit's weight(i).
 
-    diff: "adjoint" (the default), "parameter-shift" or "finite-diff"; with shots, "parameter-shift".
-    shots: estimate outputs, and gradients by the parameter-shift rule, from so many shots for each basis that is
-    measured. The shots of the k-th call depend on `seed` and k, not on the number of ranks; in a training step of
-    unisono, on the step and the sample's global index, as dropout does."""
+    Args:
+        circuit: The circuit.
+        observables: Of which expectation values are returned.
+        comm: The ranks that share a state.
+        dtype: Of amplitudes.
+        diff: "adjoint" (the default), "parameter-shift" or "finite-diff"; with shots, "parameter-shift".
+        output: "expectations", "state" or "probabilities".
+        weights: Initial values; default: drawn uniformly from [0, 2 pi) with `seed`.
+        device: Of states: a GPU with "cuda"; default: where the communicator's tensors are.
+        kernel: That applies gates; default: the fastest that is available.
+        seed: Of the initial weights and of shots.
+        shots: Estimate outputs, and gradients by the parameter-shift rule, from so many shots for each basis that is
+            measured. The shots of the k-th call depend on `seed` and k, not on the number of ranks; in a training step
+            of unisono, on the step and the sample's global index, as dropout does.
+        mesh: Ranks that share both the batch and the states.
+        batch_axis: The axis of `mesh` along which samples are shared.
+        state_axis: The axis of `mesh` along which states are.
+    """
 
     def __init__(
         self,

@@ -46,7 +46,16 @@ def simulate(
     dtype: torch.dtype = torch.complex128,
     **options: Any,
 ) -> State:
-    """The state that the circuit makes of |0...0>, sharded over the ranks of `comm`. Options are those of State."""
+    """The state that the circuit makes of |0...0>, sharded over ranks.
+
+    Args:
+        circuit: The circuit.
+        weights: Values of its weights.
+        features: Values of its features.
+        comm: The ranks that share the state.
+        dtype: Of amplitudes.
+        **options: Those of State.
+    """
     given = require_circuit(circuit, "simulate").check_values(weights, features)
     return State(circuit.wires, comm, dtype=dtype, **options).run(circuit, *given)
 
@@ -71,9 +80,16 @@ def probabilities(state: State, wires: Sequence[int] | int | None = None) -> tor
 
 
 def samples(state: State, shots: int, *, seed: int = 0, wires: Sequence[int] | None = None) -> torch.Tensor:
-    """`shots` readings of these wires (default: all), uint8, (shots, wires). The state is not changed.
+    """Readings of wires, uint8, (shots, wires). The state is not changed.
 
-    Wires are drawn in the order given, a few at a time, each group given the bits before it."""
+    Wires are drawn in the order given, a few at a time, each group given the bits before it.
+
+    Args:
+        state: The state.
+        shots: How many readings.
+        seed: Of the readings.
+        wires: Which; default: all.
+    """
     chosen = checked_wires(require_state(state, "samples").wires, wires, state.wires)
     shots = require_shots(shots)
     draws = np.random.default_rng(require_seed(seed))

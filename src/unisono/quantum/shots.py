@@ -42,11 +42,23 @@ def measured(
     ranks_per_state: int | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """`shots` readings of the circuit's bits, uint8, (shots, bits), the same for any number of ranks.
+    """Readings of the circuit's bits, uint8, (shots, bits), the same for any number of ranks.
 
-    With channels in the circuit, each shot is a quantum trajectory of its own. `readout`: the probability that a bit is
-    read wrongly, a pair (of 0 as 1, of 1 as 0), or a mapping from bits to either; conditions see what was read.
-    `ranks_per_state`: ranks that share one state, a power of two (default: all); groups of them share the shots."""
+    With channels in the circuit, each shot is a quantum trajectory of its own.
+
+    Args:
+        circuit: The circuit.
+        shots: How many readings.
+        weights: Values of its weights.
+        features: Values of its features.
+        comm: The ranks.
+        seed: Of the readings.
+        dtype: Of amplitudes.
+        readout: The probability that a bit is read wrongly, a pair (of 0 as 1, of 1 as 0), or a mapping from bits to
+            either; conditions see what was read.
+        ranks_per_state: Ranks that share one state, a power of two (default: all); groups of them share the shots.
+        **options: Those of State.
+    """
     require_circuit(circuit, "measured")
     if not any(each.name == "measure" for each in circuit.operations):
         raise UsageError("the circuit measures nothing; add measure or measure_all, or sample a state's wires")

@@ -164,9 +164,16 @@ class BestValue(Callback):
 
 
 class EarlyStopping(BestValue):
-    """Ends the run after `patience` evaluations in a row without an improvement of a metric; see BestValue.
+    """Ends the run after evaluations in a row without an improvement of a metric.
 
     uni.Engine(...).fit(data, validation=held_out, callbacks=[uni.EarlyStopping("validation_loss", patience=3)])
+
+    Args:
+        monitor: The name of the value.
+        patience: Evaluations without an improvement.
+        mode: "min" or "max": which value is best; default: "min" for a loss, a perplexity or an error, "max" for an
+            accuracy or a "top5".
+        min_delta: A change of no more than this is no improvement.
     """
 
     def __init__(

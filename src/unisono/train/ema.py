@@ -32,11 +32,16 @@ if TYPE_CHECKING:
 
 
 class EMA(Callback):
-    """Averages the weights after every `every` steps, as torch's AveragedModel with get_ema_multi_avg_fn(decay): the
+    """An exponential moving average of the weights, as torch's AveragedModel with get_ema_multi_avg_fn(decay): the
     first average is a copy, and then average = decay * average + (1 - decay) * weights. Buffers are not averaged.
 
-    evaluate: whether the evaluations of `fit` use the averages; `save_best` then keeps them, too. Checkpoints contain
-    both the weights and the averages. In a loop of one's own, call `update(trainer)` after each step.
+    Checkpoints contain both the weights and the averages. In a loop of one's own, call `update(trainer)` after each
+    step.
+
+    Args:
+        decay: Of the average, between 0 and 1.
+        every: Steps between two updates.
+        evaluate: Whether the evaluations of `fit` use the averages; `save_best` then keeps them, too.
     """
 
     ends_runs = False

@@ -64,21 +64,36 @@ _TASK_BATCHES = 4  # of the data of a script, that a Task made of it has
 
 
 class Engine:
-    """model: a module, or a function that builds one; put into training mode if it is in evaluation mode, as
-    from_pretrained returns it. loss(outputs, targets) returns a scalar; without it the loss is the one that the model
-    computes itself, outputs.loss. optimizer(parameters) returns a torch optimizer, scheduler(optimizer) a torch
-    scheduler, stepped after every training step. metrics: names
-    ("accuracy", "top5", "perplexity"), Metrics, or functions (outputs, targets) -> number. plan: "auto", a Plan or its
-    text. clip: the maximum norm of the gradients. rules: which layers tp shards, if the model does not define it.
-    device: of this rank; default: its GPU if it has one, else the CPU. check: how the plan is verified on the model and
-    the first batch before training, "auto", "full" or "off". batch: what ranks give to `run`, and what a DataLoader
-    that is given to `fit` or `evaluate` reads: "global", the same batch on all ranks, or "local", on each data rank its
-    own samples. collate: makes a batch from a list of samples, as a Hugging Face data collator, for datasets given to
-    `fit`, `evaluate` and `predict`. batch_dim: the dim of samples in a batch, as for uni.parallelize: 1 for time-major
-    batches, which the engine's loader then makes. race: with plan="auto", the plans with the best predictions take a
-    few real steps each, and the fastest is chosen; without, the
-    best prediction is. compile: as `compile` in a plan, also for plan="auto". cudagraph: on one GPU, run
-    steps as a CUDA graph, for small models."""
+    """Trains, evaluates and saves a model under a plan.
+
+    Args:
+        model: A module, or a function that builds one. It is put into training mode if it is in evaluation mode, as
+            from_pretrained returns it.
+        loss: loss(outputs, targets) returns a scalar; default: the loss that the model computes itself, outputs.loss.
+        optimizer: optimizer(parameters) returns a torch optimizer.
+        metrics: Names ("accuracy", "top5", "perplexity"), Metrics, or functions (outputs, targets) -> number.
+        plan: "auto", a Plan or its text.
+        scheduler: scheduler(optimizer) returns a torch scheduler, stepped after every training step.
+        precision: "fp32", "bf16", "fp16" or "fp8", with options, as "bf16,reduce=bf16"; see uni.parallelize.
+        clip: The maximum norm of the gradients.
+        seed: Of initial weights, the order of samples, and random numbers in the model.
+        rules: Which layers tp shards, if the model does not define it.
+        device: Of this rank; default: its GPU if it has one, else the CPU.
+        check: How the plan is verified on the model and the first batch before training: "auto", "full" or "off".
+        batch: What ranks give to `run`, and what a DataLoader that is given to `fit` or `evaluate` reads: "global", the
+            same batch on all ranks, or "local", on each data rank its own samples.
+        batch_dim: The dim of samples in a batch, as for uni.parallelize: 1 for time-major batches, which the engine's
+            loader then makes.
+        race: With plan="auto", the plans with the best predictions take a few real steps each, and the fastest is
+            chosen; without, the best prediction is.
+        compile: As `compile` in a plan, also for plan="auto".
+        cudagraph: On one GPU, run steps as a CUDA graph, for small models.
+        collate: Makes a batch from a list of samples, as a Hugging Face data collator, for datasets given to `fit`,
+            `evaluate` and `predict`.
+
+    Raises:
+        UsageError: An argument is not what was expected.
+    """
 
     def __init__(
         self,
@@ -151,7 +166,14 @@ class Engine:
     # ---- before training -----------------------------------------------------------------------------------------
 
     def prepare(self, example: Any) -> Engine:
-        """Choose the plan and apply it to the model; `fit` does so with its first batch."""
+        """Choose the plan and apply it to the model; `fit` does so with its first batch.
+
+        Args:
+            example: A batch.
+
+        Returns:
+            The engine itself.
+        """
         if self.trainer is not None:
             return self
         example = as_pair(example)
@@ -198,7 +220,11 @@ class Engine:
         return self.choice
 
     def predicted(self, example: tuple[Any, Any] | None = None) -> Choice:
-        """The prediction for the plan, which is searched for if none is given; every rank calls it."""
+        """The prediction for the plan, which is searched for if none is given; every rank calls it.
+
+        Args:
+            example: A batch; default: the one that the engine was prepared with.
+        """
         if self.choice is None:
             example = self._example if example is None else example
             if example is None:
@@ -313,8 +339,15 @@ class Engine:
     ) -> Loader:
         """Global batches in an order that depends on seed and epoch only; each rank reads its part.
 
-        An engine without a plan is prepared with the first batch. whole: every rank reads full batches. drop_last: drop
-        the last batch if it is smaller.
+        An engine without a plan is prepared with the first batch.
+
+        Args:
+            dataset: As for `fit`.
+            batch_size: Samples of a global batch.
+            shuffle: Default for map-style datasets.
+            workers: Processes that read samples.
+            whole: Every rank reads full batches.
+            drop_last: Drop the last batch if it is smaller.
         """
         self._require_global("fit and evaluate read one dataset")
         given: dict[str, Any] = {
@@ -365,10 +398,14 @@ class Engine:
     # ---- training ------------------------------------------------------------------------------------------------
 
     def run(self, batch: Any) -> torch.Tensor:
-        """One training step on a global batch; returns the loss as on one device.
+        """One training step on a global batch.
 
-        Every rank passes the same batch or, with Engine(batch="local"), its own samples: (inputs, targets), or a
-        mapping of the model's inputs with labels, from which the model computes the loss.
+        Args:
+            batch: The same on every rank or, with Engine(batch="local"), the rank's own samples: (inputs, targets), or
+                a mapping of the model's inputs with labels, from which the model computes the loss.
+
+        Returns:
+            The loss as on one device.
         """
         batch = as_pair(batch)
         if task.is_sought():
@@ -409,20 +446,38 @@ class Engine:
         norms: bool = False,
         profile_steps: str | None = None,
     ) -> History:
-        """Train on the dataset; every rank calls it. It may be a uni.Loader or a torch DataLoader, which then decides
-        on batch size and order, and whose batches are global or each rank's own, see Engine(batch=).
+        """Train on the dataset; every rank calls it.
 
-        steps: end after so many, possibly within an epoch. max_time: end after the step that runs at that time:
-        seconds, or a text, as "90m" or "12h". validation: data to evaluate after each epoch, and after every
-        `evaluate_every` steps. save: the run folder, with a log and a checkpoint after every `save_every` steps
-        (None: every epoch), of which the newest `keep` are kept. save_best: a value of the evaluations, as
-        "validation_loss"; the step with the best one is kept in the folder `best` of the run folder. drop_last:
-        drop the last batch of an epoch if it is smaller. resume: continue from the newest valid one. nonfinite:
-        "stop" at a loss that is NaN or infinite, or "skip" such steps.
-        look_every: steps between two samples of memory and stragglers. log_every: steps between two lines of the logs
-        (default: 1) and of the output that is no terminal (default: about 20 lines for a run). norms: log the norms of
-        gradients, before clipping, and of weights, of the full model. profile_steps: "10..12" writes the trace of
-        torch's profiler for these steps, one for each rank, to the run folder.
+        Args:
+            dataset: A dataset, a uni.Loader or a torch DataLoader. A loader decides on batch size and order; its
+                batches are global or each rank's own, see Engine(batch=).
+            epochs: How often the dataset is gone through.
+            batch_size: Samples of a global batch.
+            steps: End after so many, possibly within an epoch.
+            max_time: End after the step that runs at that time: seconds, or a text, as "90m" or "12h".
+            validation: Data to evaluate after each epoch, and after every `evaluate_every` steps.
+            evaluate_every: Steps between two evaluations within an epoch.
+            save: The run folder, with a log and checkpoints.
+            save_best: A value of the evaluations, as "validation_loss"; the step with the best one is kept in the
+                folder `best` of the run folder.
+            save_every: Steps between two checkpoints; default: one after every epoch.
+            keep: How many of the newest checkpoints are kept.
+            resume: Continue from the newest valid checkpoint.
+            shuffle: Default for map-style datasets.
+            workers: Processes that read samples.
+            drop_last: Drop the last batch of an epoch if it is smaller.
+            nonfinite: "stop" at a loss that is NaN or infinite, or "skip" such steps.
+            callbacks: uni.Callback objects, as uni.EarlyStopping and the loggers.
+            progress: Whether rank 0 shows the progress.
+            look_every: Steps between two samples of memory and stragglers.
+            log_every: Steps between two lines of the logs (default: 1) and of the output that is no terminal (default:
+                about 20 lines for a run).
+            norms: Log the norms of gradients, before clipping, and of weights, of the full model.
+            profile_steps: "10..12" writes the trace of torch's profiler for these steps, one for each rank, to the run
+                folder.
+
+        Returns:
+            The history of losses and evaluations, the same on every rank.
         """
         if save is not None and (not isinstance(save, str | Path) or not str(save)):
             raise UsageError(f"fit(save={save!r}): expected the path of a folder")
@@ -506,18 +561,34 @@ class Engine:
     # ---- after training ------------------------------------------------------------------------------------------
 
     def evaluate(self, dataset: Any, batch_size: int = 32) -> dict[str, float]:
-        """The mean loss and the metrics over all samples, the same on every rank."""
+        """The mean loss and the metrics over all samples, the same on every rank.
+
+        Args:
+            dataset: As for `fit`.
+            batch_size: Samples of a global batch.
+
+        Returns:
+            The values by name.
+        """
         return evaluation.evaluate(self.ready, self._in_order(dataset, batch_size), self.metrics)
 
     def predict(self, inputs: Any, batch_size: int = 32) -> Any:
-        """The model's outputs for all inputs, in order, on every rank. `inputs`: as for the model, or a list or dataset
-        of dicts, which Engine(collate=...) makes one batch of."""
+        """The model's outputs for all inputs, in order, on every rank.
+
+        Args:
+            inputs: As for the model, or a list or dataset of dicts, which Engine(collate=...) makes one batch of.
+            batch_size: Samples of a global batch.
+        """
         self._require_global("predict takes all inputs")
         inputs = self._named_inputs(inputs)
         return evaluation.predict(self.ready, inputs, batch_size, self.device)
 
     def save(self, path: str | Path) -> None:
-        """Save a checkpoint that any plan can load; replaces an earlier one there. Every rank calls it."""
+        """Save a checkpoint that any plan can load; replaces an earlier one there. Every rank calls it.
+
+        Args:
+            path: A folder.
+        """
         saved = Checkpoints(path, keep=1)
         if len(saved.steps()) > 1:
             raise UsageError(
@@ -527,11 +598,20 @@ class Engine:
         saved.save(self.ready, self.ready.steps, extra=self.own_state())
 
     def save_pretrained(self, folder: str | Path, max_shard_size: int | str = "50GB") -> None:
-        """Save a Hugging Face model as a folder that `from_pretrained` reads, under any plan. Every rank calls it."""
+        """Save a Hugging Face model as a folder that `from_pretrained` reads, under any plan. Every rank calls it.
+
+        Args:
+            folder: Where to.
+            max_shard_size: Of a file, as for transformers' own save_pretrained.
+        """
         export_pretrained(self.ready, folder, max_shard_size)
 
     def load(self, path: str | Path) -> None:
-        """Load a checkpoint of the same model, saved under any plan."""
+        """Load a checkpoint of the same model, saved under any plan.
+
+        Args:
+            path: The folder.
+        """
         self.load_own_state(Checkpoints(path).load(self.ready).extra)
 
     def about_model(self) -> dict[str, Any]:

@@ -36,7 +36,12 @@ class Metric:
 
 
 class Accuracy(Metric):
-    """The fraction of targets among the k largest outputs; targets equal to `ignored` are not counted."""
+    """The fraction of targets among the k largest outputs.
+
+    Args:
+        k: How many outputs count.
+        ignored: Targets equal to it are not counted.
+    """
 
     def __init__(self, k: int = 1, ignored: int = -100) -> None:
         if not isinstance(k, int) or k < 1:
@@ -59,10 +64,14 @@ class Accuracy(Metric):
 
 
 class Perplexity(Metric):
-    """exp of the mean cross entropy of the training loss; targets equal to `ignored` are not counted.
+    """exp of the mean cross entropy of the training loss.
 
     By comparison with the loss it is found whether that takes each output with its own target or, if the loss shifts
-    targets, with the next one. A loss that is neither is refused, unless `shift` gives the shift: 0 or 1.
+    targets, with the next one. A loss that is neither is refused, unless `shift` is given.
+
+    Args:
+        ignored: Targets equal to it are not counted.
+        shift: 0 or 1: how far the loss shifts targets.
     """
 
     name = "perplexity"

@@ -41,12 +41,19 @@ def init(
     world_size: int | None = None,
     timeout: float | timedelta | None = None,
 ) -> Communicator:
-    """Join the world, whichever way this process was started, and return its communicator.
+    """Join the world, whichever way this process was started.
 
-    backend: gloo, nccl or mpi; by default what the launcher asked for, else nccl with a GPU for every rank, else mpi
-    under mpiexec, else gloo. init_method: tcp://HOST:PORT or file:///PATH for processes that were started by hand;
-    these need `rank` and `world_size` too. timeout: seconds that a collective may block before the job is stopped
-    with a report.
+    Args:
+        backend: gloo, nccl or mpi; default: what the launcher asked for, else nccl with a GPU for every rank, else mpi
+            under mpiexec, else gloo.
+        init_method: tcp://HOST:PORT or file:///PATH for processes that were started by hand; these need `rank` and
+            `world_size` too.
+        rank: Of this process.
+        world_size: How many processes there are.
+        timeout: Seconds that a collective may block before the job is stopped with a report.
+
+    Returns:
+        The communicator of all ranks.
     """
     global _world, _watchdog, _rendezvous
     if _world is not None:

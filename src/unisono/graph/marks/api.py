@@ -82,7 +82,13 @@ def _require_read(module: nn.Module, args: Any) -> None:
 
 
 def shard_tensor(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> torch.Tensor:
-    """The tensor, marked. Where the mesh's ranks are running, a DTensor of which each rank keeps its part."""
+    """The tensor, marked. Where the mesh's ranks are running, a DTensor of which each rank keeps its part.
+
+    Args:
+        tensor: A tensor.
+        mesh: On which it is placed.
+        placements: One for each axis of the mesh.
+    """
     _require_tensor("shard_tensor", tensor)
     placement_spec = PlacementSpec(mesh, checked(placements, mesh, tensor.dim()), line=calling_line())
     recording = recorder()
@@ -100,8 +106,14 @@ def shard_tensor(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placemen
 
 
 def reshard(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> torch.Tensor:
-    """The tensor, redistributed to `placements`; in a trace, a mark for all users of what is returned. Where no ranks
-    are running, the full tensor is returned unchanged."""
+    """The tensor, redistributed; in a trace, a mark for all users of what is returned. Where no ranks are running, the
+    full tensor is returned unchanged.
+
+    Args:
+        tensor: A tensor.
+        mesh: On which it is placed.
+        placements: One for each axis of the mesh.
+    """
     _require_tensor("reshard", tensor)
     if recorder() is not None:
         return noted(
@@ -119,8 +131,15 @@ def _require_tensor(word: str, given: object) -> None:
 
 
 def mark(module: nn.Module, name: str, mesh: Mesh, placements: Sequence[Placement] | None = None) -> None:
-    """Marks a parameter or buffer of a module by its name, such as "layers.0.mlp.up.weight"; or, without placements,
-    one of its modules: it and all that runs after it are on the ranks of `mesh`, such as mesh.at(pp=1)."""
+    """Marks a parameter, a buffer or a module by its name.
+
+    Args:
+        module: The model.
+        name: Such as "layers.0.mlp.up.weight".
+        mesh: On which it is placed.
+        placements: One for each axis of the mesh. Without, `name` is a module: it and all that runs after it are on the
+            ranks of `mesh`, such as mesh.at(pp=1).
+    """
     if not isinstance(module, nn.Module):
         raise UsageError(f"mark({module!r}, {name!r}): expected an nn.Module, and a name in it")
     if placements is None:

@@ -140,8 +140,13 @@ def shard(
     in_strategy: Sequence[Strategy | None],
     out_strategy: Sequence[Strategy | None] | None = None,
 ) -> Sharded:
-    """The function, marked: the number of shards along each dim of each of its tensors. None leaves a tensor
-    open."""
+    """The function, marked: the number of shards along each dim of each of its tensors.
+
+    Args:
+        function: Of torch, or a module.
+        in_strategy: Of each input; None leaves a tensor open.
+        out_strategy: Of each output.
+    """
     _require_function("shard", function)
     given = _strategies("in_strategy", in_strategy), _strategies("out_strategy", out_strategy or ())
     if not any(placement_spec is not None for placement_spec in (*given[0], *given[1])):
@@ -172,10 +177,17 @@ def shard_op(
     inputs: Sequence[Sequence[Placement] | None] = (),
     outputs: Sequence[Sequence[Placement] | None] = (),
 ) -> Sharded:
-    """The function, marked: how each of its tensors is placed on the mesh. None leaves a tensor open.
+    """The function, marked: how each of its tensors is placed on the mesh.
 
     Without inputs and outputs, a module: it and all that runs after it are a stage, on the ranks of `mesh`, such as
-    mesh.at(pp=1)."""
+    mesh.at(pp=1).
+
+    Args:
+        function: Of torch, or a module.
+        mesh: On which tensors are placed.
+        inputs: Placements of each input; None leaves a tensor open.
+        outputs: Placements of each output.
+    """
     _require_function("shard_op", function)
     if not inputs and not outputs:
         if not isinstance(function, nn.Module):

@@ -43,7 +43,11 @@ _PRODUCTS = {torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch
 
 
 class BatchLoss:
-    """A loss(outputs, targets) that needs all samples of the global batch at once; see batch_loss.py."""
+    """A loss that needs all samples of the global batch at once; see batch_loss.py.
+
+    Args:
+        loss: loss(outputs, targets) gives a scalar.
+    """
 
     def __init__(self, loss: Loss) -> None:
         if not callable(loss):

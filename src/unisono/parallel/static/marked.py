@@ -63,8 +63,18 @@ def apply_marks(
 ) -> Trainer:
     """Put a plain model under the plan that its marks make; every rank calls it alike.
 
-    model, loss, optimizer, example, clip, seed and dtype are those of `uni.parallelize`. zero: what the ranks of the
-    data axis share out besides. microbatches and schedule: of a pipeline.
+    Args:
+        model: As for uni.parallelize.
+        mesh: That of the marks.
+        loss: loss(outputs, targets) gives a scalar.
+        optimizer: optimizer(parameters) gives a torch optimizer.
+        example: A batch (inputs, targets).
+        zero: What the ranks of the data axis share besides.
+        microbatches: Of a pipeline.
+        schedule: Of a pipeline.
+        clip: The largest norm of the gradients.
+        seed: Of initial weights and random numbers.
+        dtype: Of the model's parameters; default: as it is built.
     """
     require_example(example)
     full = model if isinstance(model, nn.Module) else build(model, seed)

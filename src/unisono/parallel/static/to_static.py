@@ -122,16 +122,32 @@ def to_static(
 ) -> Any:
     """One distributed program for a model, its loss and its optimizer, on a mesh; every rank calls it alike.
 
-    model: a module, which becomes that of rank 0 everywhere, or a function that builds one, called after
-    torch.manual_seed(seed). example: a global batch (inputs, targets), of which only shapes and dtypes count. search:
-    how placements are found that no mark gives: "propagate", "dynamic" or "exact"; `assignment` gives all of them.
-    memory: bytes that a rank may hold of parameters, gradients, two states of an optimizer and what the backward needs,
-    for "dynamic" and "exact". unpack: shard the parts of fused projections (queries, keys and values in one weight)
-    each by itself. zero: what the ranks of the axis dp share out: 1 optimizer state, 2 gradients too, 3 parameters too.
-    save_graphs: a folder for the program of every rank after each pass. clip: the largest norm of the gradients.
-
     Where modules are marked as the first of a stage (`uni.mark(model, "layers.6", mesh.at(pp=1))`), the program is a
-    pipeline (StagedProgram, else Program): microbatches and schedule are its.
+    pipeline.
+
+    Args:
+        model: A module, which becomes that of rank 0 everywhere, or a function that builds one, called after
+            torch.manual_seed(seed).
+        example: A global batch (inputs, targets), of which only shapes and dtypes count.
+        mesh: Of the ranks.
+        loss: loss(outputs, targets) gives a scalar.
+        optimizer: optimizer(parameters) gives a torch optimizer.
+        search: How placements are found that no mark gives: "propagate", "dynamic" or "exact".
+        assignment: All placements, instead of a search.
+        save_graphs: A folder for the program of every rank after each pass.
+        fully_use_devices: Ops prefer placements that give every rank a share.
+        unpack: Shard the parts of fused projections (queries, keys and values in one weight) each by itself.
+        memory: Bytes that a rank may hold of parameters, gradients, two states of an optimizer and what the backward
+            needs, for "dynamic" and "exact".
+        zero: What the ranks of the axis dp share: 1 optimizer state, 2 gradients too, 3 parameters too.
+        microbatches: Of a pipeline.
+        schedule: Of a pipeline.
+        clip: The largest norm of the gradients.
+        seed: Of initial weights and random numbers.
+        dtype: Of the model's parameters; default: as it is built.
+
+    Returns:
+        A Program; a StagedProgram where there are stages.
     """
     require_example(example)
     full = model if isinstance(model, nn.Module) else build(model, seed)

@@ -34,7 +34,12 @@ MOST = 1 << 20  # wires, and classical bits
 
 
 class Circuit(GateMethods, ChannelMethods):
-    """`wires` qubits that start in |0...0>, and `bits` classical bits that measurements write."""
+    """Gates and measurements on qubits that start in |0...0>.
+
+    Args:
+        wires: How many qubits.
+        bits: How many classical bits, which measurements write.
+    """
 
     def __init__(self, wires: int, bits: int = 0) -> None:
         if not is_index(wires) or not 1 <= wires <= MOST:

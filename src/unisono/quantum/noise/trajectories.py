@@ -55,11 +55,24 @@ def trajectories(
     ranks_per_state: int = 1,
     **options: Any,
 ) -> Trajectories:
-    """Expectation values of observables on `count` trajectories, on every rank.
+    """Expectation values of observables on quantum trajectories, on every rank.
 
-    Groups of `ranks_per_state` ranks share one state and take their part of the trajectories (default: each rank has
-    states of its own). Trajectory t draws the same outcomes whatever the number of ranks. Trajectories that have drawn
-    alike so far are simulated once. Further options are those of State."""
+    Trajectory t draws the same outcomes whatever the number of ranks. Trajectories that have drawn alike so far are
+    simulated once.
+
+    Args:
+        circuit: The circuit.
+        count: How many trajectories.
+        observables: One or several.
+        weights: Values of its weights.
+        features: Values of its features.
+        comm: The ranks.
+        seed: Of the outcomes.
+        dtype: Of amplitudes.
+        ranks_per_state: Ranks that share one state; groups of them take their part of the trajectories (default: each
+            rank has states of its own).
+        **options: Those of State.
+    """
     given = require_circuit(circuit, "trajectories").check_values(weights, features)
     count, seed = require_count("count", count, 2, 1 << 31), require_seed(seed)
     observed = Observed(parsed(observables), circuit.wires)

@@ -32,7 +32,13 @@ _IN_FRAME = {  # what a Pauli is once the wire is turned, and its sign
 
 
 def expectations(state: State, observables: Any, *, restore: bool = True) -> torch.Tensor:
-    """<O> of each observable (or of one), float64, on every rank. `restore` puts the layout back, for who walks on."""
+    """The expectation value of each observable, float64, on every rank.
+
+    Args:
+        state: The state.
+        observables: One or several.
+        restore: Whether the state gets its layout back, for gates that follow.
+    """
     return Observed(parsed(observables), require_state(state, "expectations").wires).values(state, restore=restore)
 
 

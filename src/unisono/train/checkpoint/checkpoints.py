@@ -48,7 +48,12 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints in a folder, of which the newest `keep` are kept (None: all)."""
+    """The checkpoints in a folder.
+
+    Args:
+        folder: Where they are.
+        keep: How many of the newest are kept; None: all.
+    """
 
     def __init__(self, folder: str | Path, keep: int | None = 3) -> None:
         self.folder = Path(folder)

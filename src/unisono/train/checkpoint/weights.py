@@ -45,7 +45,12 @@ _INDEX = f"{SAFE_WEIGHTS}.index.json"
 
 
 def export_weights(source: Trainer | nn.Module | str | Path, path: str | Path) -> None:
-    """Write parameters and persistent buffers, in the model's dtypes, to one safetensors file."""
+    """Write parameters and persistent buffers, in the model's dtypes, to one safetensors file.
+
+    Args:
+        source: A trainer, a module, or the folder of a checkpoint.
+        path: The file.
+    """
     path = Path(path)
     if isinstance(source, Trainer):
         _export_trainer(source, path)
@@ -233,7 +238,10 @@ def import_weights(
 ) -> None:
     """Load weights into a model under any plan; every rank calls it. The optimizer's state is not changed.
 
-    strict: whether names in the source that the model does not have are an error. Missing names always are.
+    Args:
+        model: A trainer or a module.
+        source: A file, a checkpoint, or tensors by name.
+        strict: Whether names in the source that the model does not have are an error. Missing names always are.
     """
     opened = open_source(source)
     if isinstance(model, Trainer):

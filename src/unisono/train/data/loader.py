@@ -30,12 +30,22 @@ from unisono.train.data.sampler import order, require_part, require_whole_number
 class Loader:
     """Batches of (inputs, targets) for `Trainer.step`; iterating yields the rest of the epoch, then starts the next.
 
-    dataset: map-style, with a length and indices, or an iterable of samples, whose order is kept (at most one worker;
-    each rank reads all samples). part: (index, count) of the rank, `trainer.part`. shuffle: default for map-style
-    datasets. The last batch may be smaller, unless drop_last. collate: makes a batch from a list of samples. whole:
-    whether ranks read and collate full batches, of which the trainer takes its part; default with a custom collate,
-    since one that pads needs all samples of a batch. pairs=False allows batches that are not (inputs, targets), for
-    predictions. batch_dim: the dim of samples in a batch; a custom collate must put them there.
+    Args:
+        dataset: Map-style, with a length and indices, or an iterable of samples, whose order is kept (at most one
+            worker; each rank reads all samples).
+        batch_size: Samples of a global batch.
+        part: (index, count) of the rank, `trainer.part`.
+        shuffle: Default for map-style datasets.
+        seed: Of the order.
+        drop_last: Drop the last batch of an epoch if it is smaller.
+        workers: Processes that read samples.
+        collate: Makes a batch from a list of samples.
+        whole: Whether ranks read and collate full batches, of which the trainer takes its part; default with a custom
+            collate, since one that pads needs all samples of a batch.
+        pairs: False allows batches that are not (inputs, targets), for predictions.
+        device: Where batches are put.
+        pin_memory: Whether they are copied there from pinned memory.
+        batch_dim: The dim of samples in a batch; a custom collate must put them there.
     """
 
     def __init__(

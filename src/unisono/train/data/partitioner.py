@@ -21,9 +21,14 @@ from unisono.train.data.sampler import order
 
 
 def split_data(x: Any, y: Any, shuffle: bool = False, *, seed: int = 0) -> tuple[Any, Any]:
-    """This rank's part of samples and labels: arrays, tensors or lists of one length.
+    """This rank's part of samples and labels. Parts differ by one sample at most and cover all samples, without
+    overlap.
 
-    Parts differ by one sample at most and cover all samples, without overlap.
+    Args:
+        x: Samples: an array, a tensor or a list.
+        y: Labels, as many.
+        shuffle: Whether samples are in another order, the same on every rank.
+        seed: Of that order.
     """
     if len(x) != len(y):
         raise UsageError(f"split_data: {len(x)} samples but {len(y)} labels; expected one label for each sample")
@@ -58,9 +63,14 @@ class Partition(Dataset[Any]):
 
 
 class DataPartitioner:
-    """A dataset in parts of these fractional sizes; shuffled by the seed, the same on every rank.
+    """A dataset in parts; shuffled by the seed, the same on every rank.
 
     train = DataPartitioner(dataset, [0.8, 0.2], seed=1).use(0)
+
+    Args:
+        data: The dataset.
+        sizes: Of the parts, as fractions.
+        seed: Of the order.
     """
 
     def __init__(self, data: Any, sizes: Sequence[float] = (0.7, 0.2, 0.1), seed: int = 1234) -> None:

@@ -58,7 +58,16 @@ def require_part(part: tuple[int, int]) -> tuple[int, int]:
 
 
 class DistributedBatchSampler(Sampler[list[int]]):
-    """Lists of sample indices: this rank's part of each batch. part: (index, count), default: rank and world size."""
+    """Lists of sample indices: this rank's part of each batch.
+
+    Args:
+        samples: How many there are.
+        batch_size: Of a global batch.
+        part: (index, count); default: rank and world size.
+        shuffle: Whether each epoch has an order of its own.
+        seed: Of the order.
+        drop_last: Drop the last batch if it is smaller.
+    """
 
     def __init__(
         self,

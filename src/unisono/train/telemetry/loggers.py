@@ -127,8 +127,12 @@ def scalars(numbers: dict[str, Any]) -> dict[str, float]:
 
 
 class TensorBoardLogger(Logger):
-    """Event files for TensorBoard in a folder. The run folder of `fit(save=...)` has one, if tensorboard is
-    installed. is_optional: without tensorboard on rank 0, nothing is written."""
+    """Writes event files for TensorBoard. The run folder of `fit(save=...)` has one, if tensorboard is installed.
+
+    Args:
+        folder: Where to.
+        is_optional: Without tensorboard on rank 0, nothing is written.
+    """
 
     def __init__(self, folder: str | Path, *, is_optional: bool = False) -> None:
         super().__init__()
@@ -157,8 +161,13 @@ class TensorBoardLogger(Logger):
 
 
 class WandbLogger(Logger):
-    """Weights & Biases: a run of this project, with options of wandb.init (name, entity, group, tags, mode="offline",
-    dir, ...). If the script has called wandb.init itself, that run is used and left open."""
+    """Logs to Weights & Biases. If the script has called wandb.init itself, that run is used and left open.
+
+    Args:
+        project: Of the run.
+        config: Logged beside the model, the plan and the seed.
+        **options: Of wandb.init: name, entity, group, tags, mode="offline", dir, ...
+    """
 
     def __init__(self, project: str | None = None, *, config: dict[str, Any] | None = None, **options: Any) -> None:
         super().__init__()
@@ -188,8 +197,15 @@ class WandbLogger(Logger):
 
 
 class MLflowLogger(Logger):
-    """MLflow: a run of this experiment. tracking_uri: of the server; default: MLFLOW_TRACKING_URI. params: logged
-    beside the model, the plan and the seed."""
+    """Logs to MLflow: a run of an experiment.
+
+    Args:
+        experiment: Its name.
+        name: Of the run.
+        tracking_uri: Of the server; default: MLFLOW_TRACKING_URI.
+        params: Logged beside the model, the plan and the seed.
+        tags: Of the run.
+    """
 
     def __init__(
         self,
