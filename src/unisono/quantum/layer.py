@@ -10,8 +10,9 @@ samples. With a mesh, its axes define who shares what:
     layer = uq.Layer(circuit, "Z0", mesh=uni.Mesh((2, 4), ("dp", "qubits")), batch_axis="dp", state_axis="qubits")
 
 A circuit that measures in the middle, resets, or has gates under conditions is simulated with deferred measurement
-(circuit/deferred.py): outputs and gradients are those of the mean over all outcomes. With shots=1000, outputs are
-estimates from shots (gradients/shot_estimates.py), and gradients come from shots by the parameter-shift rule.
+(circuit/deferred.py): outputs and gradients are those of the mean over all outcomes. One with channels is simulated as
+a density matrix (noise/density_gradients.py), exactly. With shots=1000, outputs are estimates from shots
+(gradients/shot_estimates.py), and gradients come from shots by the parameter-shift rule.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ from unisono.quantum.gradients.layer_outputs import Amplitudes, Output, output_o
 from unisono.quantum.gradients.parameter_shift import finite_differences, parameter_shift, separated
 from unisono.quantum.gradients.shot_estimates import ShotEstimates
 from unisono.quantum.kernels.runner import require_kernel
+from unisono.quantum.noise.density_gradients import MixedOutput, channels_apart, mixed_gradients
+from unisono.quantum.noise.doubled import doubled
 from unisono.quantum.observables.observable import observables as parsed
 from unisono.quantum.schedule.logical_qubits import narrowest
 from unisono.quantum.schedule.schedule import Schedule
@@ -140,11 +143,9 @@ class Layer(nn.Module):
             self.comm = mesh.comm(batch_axis, state_axis)
 
     def _prepare_circuits(self) -> None:
-        """What is simulated: the circuit and the one in which each angle is a weight of its own, in unitary form; or
-        both as they are, for trajectories."""
+        """What is simulated: the circuit and the one in which each angle is a weight of its own, in unitary form, or
+        doubled for a density matrix; or both as they are, for trajectories."""
         noisy = any(isinstance(each.gate, Channel) for each in self.circuit.operations)
-        if noisy and self.shots is None:
-            raise UsageError("a layer's circuit has channels: expected shots=, or a circuit without noise")
         self._circuits = [self.circuit]
         if self.diff == "parameter-shift":
             apart, self.angles = separated(self.circuit)
@@ -152,7 +153,11 @@ class Layer(nn.Module):
         self.estimates = None
         if self.shots is not None and not isinstance(self.output, Amplitudes):
             self.estimates = ShotEstimates(self.output, self.shots)
-        self.by_trajectories = noisy
+        self.mixed: MixedOutput | None = None
+        self.by_trajectories = noisy and self.shots is not None
+        if noisy and self.shots is None and not isinstance(self.output, Amplitudes):
+            self.mixed = MixedOutput(self.output)
+            self._circuits = [doubled(each) for each in self._circuits]
         if not noisy and not self.circuit.is_unitary and not isinstance(self.output, Amplitudes):
             unitary = [deferred(each, self.output.mixed) for each in self._circuits]
             self.by_trajectories = self.shots is not None and unitary[0].wires > self.circuit.wires + MOST_SPARE
@@ -161,7 +166,8 @@ class Layer(nn.Module):
 
     @property
     def wires(self) -> int:
-        """Of the states that are simulated: the circuit's, and those of deferred measurements."""
+        """Of the states that are simulated: the circuit's, and those of deferred measurements; or of density matrices,
+        as vectors."""
         return self._circuits[0].wires
 
     @property
@@ -205,6 +211,8 @@ class Layer(nn.Module):
             raise UsageError(f"initial={shown(initial)}: expected a tensor of {size} amplitudes, or of (batch, {size})")
         if initial.dim() not in (1, 2) or initial.shape[-1] != size:
             raise UsageError(f"initial of shape {tuple(initial.shape)}: expected ({size},) or (batch, {size})")
+        if initial.requires_grad and self.mixed is not None:
+            raise UsageError("initial amplitudes that need a gradient, and channels: expected one of them, not both")
         if initial.requires_grad and self.diff != "adjoint":
             raise UsageError(
                 f"initial amplitudes that need a gradient, and diff={self.diff!r}: expected diff='adjoint'"
@@ -246,7 +254,8 @@ class Layer(nn.Module):
 
     def run(self, given: tuple[Any, Any], ranks: RankGroup, start: Start = None, apart: bool = False) -> State:
         """The state that the circuit makes for one sample. apart: `given` has the varying angles, one by one."""
-        return self.fresh(ranks, start).run(self.program(ranks, apart, start is not None), *given)
+        program = self.program(ranks, apart, start is not None)
+        return self.fresh(ranks, start).run(program, *_read_by(program, given))
 
     def evaluate(
         self, given: tuple[Any, Any], ranks: RankGroup, seed: tuple[int, ...], apart: bool, start: Start
@@ -255,12 +264,18 @@ class Layer(nn.Module):
         if self.estimates is not None and self.by_trajectories:
             return self.estimates.of_trajectories(self._circuits[apart], self.fresh(ranks, start), given, seed)
         state = self.run(given, ranks, start, apart)
-        return self.output.read(state) if self.estimates is None else self.estimates.of_state(state, seed)
+        return self.read(state) if self.estimates is None else self.estimates.of_state(state, seed)
+
+    def read(self, state: State) -> torch.Tensor:
+        """The output for one sample, exactly."""
+        return (self.mixed or self.output).read(state)
 
     def fresh(self, ranks: RankGroup, start: Start = None) -> State:
         """A state before the circuit, |0...0> or these amplitudes; spare wires are |0>."""
         state = State(self.wires, ranks.comm, dtype=self.dtype, device=self.device, kernel=self.kernel)
-        if start is not None:
+        if start is not None and self.mixed is not None:
+            state.load_amplitudes(torch.outer(start, start.conj()).view(-1))
+        elif start is not None:
             full = start.new_zeros((len(start), 1 << (self.wires - self.circuit.wires)))
             full[:, 0] = start
             state.load_amplitudes(full.view(-1))
@@ -280,6 +295,7 @@ class Layer(nn.Module):
             circuit, order = self._circuits[apart], range(self.wires) if any_start else None
             schedule = Schedule.of(circuit, 1 << ranks.global_qubits, nodes=nodes_of(ranks.comm), start=order)
             made = QuantumProgram.of(schedule, ranks.comm.rank if ranks.comm else 0)
+            made = made if self.mixed is None else channels_apart(made)
             axes, device = self.wires - ranks.global_qubits, device_of(ranks.comm, self.device)
             made.prepare(axes, self.dtype, device, self.kernel)
             self._programs[key] = made
@@ -332,8 +348,8 @@ class _Evaluate(torch.autograd.Function):
                 out[sample] = layer.evaluate(given, ranks, seed, False, start)
                 continue
             state = layer.run(given, ranks, start)
-            out[sample] = layer.output.read(state)
-            if needed and len(ctx.kept) < max(1, room):
+            out[sample] = layer.read(state)
+            if needed and layer.mixed is None and len(ctx.kept) < max(1, room):
                 ctx.kept[sample] = state
         return _gathered(out, layer, ranks).to(x.device)
 
@@ -357,7 +373,10 @@ class _Evaluate(torch.autograd.Function):
         for sample in _mine(ranks, len(samples)):
             given, start = (numbers, samples[sample]), more[0][sample] if more else None
             towards = gradient[sample].detach().cpu()
-            if layer.diff == "adjoint":
+            if layer.diff == "adjoint" and layer.mixed is not None:
+                program, state = layer.program(ranks, any_start=bool(more)), layer.fresh(ranks, start)
+                parts = mixed_gradients(program, state, layer.mixed, towards, *given)
+            elif layer.diff == "adjoint":
                 state = ctx.kept.pop(sample, None) or layer.run(given, ranks, start)
                 costate = layer.output.costate(state, torch.empty(0), towards)
                 program = layer.program(ranks, any_start=bool(more))
@@ -433,6 +452,11 @@ def _gathered(out: torch.Tensor, layer: Layer, ranks: RankGroup) -> torch.Tensor
         out.zero_()
     layer.comm.all_reduce(out)
     return out
+
+
+def _read_by(program: QuantumProgram, given: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The weights and features that a program reads: operations that never happen are not in it."""
+    return given[0][: program.schedule.weights], given[1][: program.schedule.features]
 
 
 def _numbers(values: torch.Tensor) -> np.ndarray:

@@ -41,6 +41,13 @@ class DensityState:
         self.wires = int(wires)
         self.vector = State(2 * self.wires, comm, **options)
 
+    @classmethod
+    def of_vector(cls, vector: State) -> DensityState:
+        """The density matrix of a state vector of twice as many wires, which `doubled` circuits have made."""
+        made = cls.__new__(cls)
+        made.wires, made.vector = vector.wires // 2, vector
+        return made
+
     def run(self, circuit: Circuit, weights: Any = (), features: Any = ()) -> DensityState:
         """Run a circuit. Channels act exactly; a measurement removes coherences: its outcome is not looked at."""
         if require_circuit(circuit, "run").wires != self.wires:
