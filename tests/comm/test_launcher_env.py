@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from unisono.comm.rendezvous import launcher_env
-from unisono.comm.rendezvous.launcher_env import RankInfo, find_rank_info, first_slurm_host
+from unisono.comm.rendezvous.launcher_env import RankInfo, find_rank_info
 from unisono.errors import UsageError
+from unisono.launch import scheduler
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 OPENMPI = {
@@ -92,4 +93,4 @@ def test_what_makes_no_world_is_an_error(
     [("login", "login"), ("a,b", "a"), ("n[3,5-7]", "n3"), ("gpu[07-09,12],x", "gpu07"), ("r[1-2]-ib", "r1-ib")],
 )
 def test_the_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
-    assert first_slurm_host(nodes) == first
+    assert scheduler.first_slurm_host(nodes) == first

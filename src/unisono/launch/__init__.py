@@ -1,6 +1,7 @@
 """Starts ranks and ends them: `unisono run` and `uni.spawn`.
 
     command          `unisono run`: options -> job.LaunchJob (hosts: host lists and placement; environment: variables)
+    scheduler        nodes with launchers of their own: Slurm's tasks, Kubernetes' pods, torchrun's options
     launcher         runs a LaunchJob: preflight, one agent a node, restarts without lost hosts; mpi_launcher: mpiexec
     transport/       how the launcher reaches its agents: wire, links, ssh, mpiexec, preflight checks
     agent/           the process on each node that runs its ranks: torch's elastic agent

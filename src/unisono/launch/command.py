@@ -14,16 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import UsageError
-from unisono.launch import environment, hosts, launcher
+from unisono.launch import environment, hosts, launcher, scheduler
 from unisono.launch.console import Console, terminal_variables
-from unisono.launch.hosts import Host
+from unisono.launch.hosts import Host, Placement
 from unisono.launch.job import MODULE, SCRIPT, Entrypoint, LaunchJob
 from unisono.launch.outcome.monitor import Interrupted
+from unisono.launch.scheduler import NodeGroup
 from unisono.launch.worker import process_tree
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 _BACKENDS = ("auto", "gloo", "nccl", "mpi")
 _LONGEST = 1e9  # seconds, as of `uni.init`
+_START, _START_GROUP = 30.0, 300.0  # seconds for the start; schedulers may start one node long after another
+_TORCHRUN: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
+    ("nproc-per-node", "N", str, "ranks of each node: a number, gpu, cpu or auto"),
+    ("node-rank", "N", int, "number of this node (default: $PET_NODE_RANK or $JOB_COMPLETION_INDEX)"),
+    ("master-addr", "HOST", str, "address of node 0 (default: $PET_MASTER_ADDR or $MASTER_ADDR)"),
+)
 
 
 def add_parser(subparsers: Any, require_plan: Callable[[str, int], None] | None = None) -> None:
@@ -46,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--backend", choices=_BACKENDS, default="auto", help="communication backend (default: auto)")
     add("--output-filename", metavar="DIR", help="also write each rank's output to DIR/rank.N")
     add("--verbose", action="store_true", help="show the checks before the start")
-    add("--start-timeout", type=float, default=30.0, metavar="S", help="seconds for the start (default: 30)")
+    add("--start-timeout", type=float, metavar="S", help="seconds for the start (default: 30; with --nnodes, 300)")
     add(
         "--max-restarts",
         type=int,
@@ -73,7 +80,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[=VALUE]",
         help="environment variable of the ranks",
     )
-    add("--master-port", type=int, default=0, metavar="PORT", help="port of the rendezvous (default: any free one)")
+    add("--nnodes", "--nnode", metavar="N", help="nodes, each with a launcher of its own, as with torchrun")
+    for name, metavar, kind, text in _TORCHRUN:
+        add(f"--{name}", f"--{name.replace('-', '_')}", metavar=metavar, type=kind, help=text)
+    add(
+        *("--master-port", "--master_port"),
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="port of the rendezvous (default: any free one; with --nnodes, $MASTER_PORT or 29500)",
+    )
     add("--python", default="", metavar="PATH", help="the interpreter on other hosts (default: this one)")
     add("--ssh", metavar="COMMAND", help='the ssh to use, with options: "ssh -F file" (default: $UNISONO_SSH)')
     add("-m", dest="module", action="store_true", help="run a module, as `python -m` does")
@@ -102,8 +118,13 @@ def run(chosen: argparse.Namespace) -> int:
 
 def job_of(chosen: argparse.Namespace) -> LaunchJob:
     """The job of these options; UsageError if they are invalid."""
-    named = _hosts(chosen)
-    placements = hosts.assign_ranks(named, chosen.n)
+    group = _group(chosen)
+    if group is not None:
+        node = Host(hosts.LOCAL, group.per_node)
+        named, placements = [node], [Placement(node, group.node * group.per_node, group.per_node)]
+    else:
+        named = _hosts(chosen)
+        placements = hosts.assign_ranks(named, chosen.n)
     for name in ("start_timeout", "timeout"):
         value = getattr(chosen, name)
         if value is not None and not 0 < value <= _LONGEST:
@@ -112,7 +133,7 @@ def job_of(chosen: argparse.Namespace) -> LaunchJob:
         raise UsageError(f"--max-restarts {chosen.max_restarts}: must be at least 0")
     if not 0 <= chosen.master_port < 1 << 16:
         raise UsageError(f"--master-port {chosen.master_port}: must be between 1 and 65535")
-    world = sum(placement.count for placement in placements)
+    world = group.world if group else sum(placement.count for placement in placements)
     _require_elastic(chosen, world)
     return LaunchJob(
         program=_program(chosen.command, chosen.module),
@@ -121,7 +142,7 @@ def job_of(chosen: argparse.Namespace) -> LaunchJob:
         environment=_variables(chosen, world),
         output_directory=chosen.output_filename,
         verbose=chosen.verbose,
-        start_timeout=chosen.start_timeout,
+        start_timeout=chosen.start_timeout or (_START_GROUP if group else _START),
         max_restarts=chosen.max_restarts,
         master_port=chosen.master_port,
         python=chosen.python,
@@ -129,7 +150,33 @@ def job_of(chosen: argparse.Namespace) -> LaunchJob:
         hosts=tuple(named),
         elastic=chosen.elastic,
         min_ranks=chosen.min_ranks or 1,
+        group=group,
     )
+
+
+def _group(chosen: argparse.Namespace) -> NodeGroup | None:
+    """The nodes of a scheduler's job; None where this launcher is to start all ranks itself."""
+    own = next((o for o, value in (("-n", chosen.n), ("-H", chosen.hosts), ("-f", chosen.hostfile)) if value), None)
+    if own is not None:
+        tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+        for name, value in (("--nnodes", chosen.nnodes), ("--nproc-per-node", chosen.nproc_per_node)):
+            if value is not None:
+                raise UsageError(f"{own} and {name} both say how many ranks there are; give one of them")
+        if tasks != "1":
+            raise UsageError(
+                f"srun has started {tasks} launchers, and with {own} each would run a job of its own: leave {own} out "
+                "(--nproc-per-node N for N ranks in each task)"
+            )
+        return None
+    group = scheduler.find_group(
+        chosen.nnodes, chosen.nproc_per_node, chosen.node_rank, chosen.master_addr, chosen.master_port
+    )
+    if group is None:
+        chosen.n = scheduler.ranks_here(chosen.nproc_per_node)
+    elif chosen.elastic or chosen.backend == "mpi":
+        given = "--elastic" if chosen.elastic else "--backend mpi"
+        raise UsageError(f"{given} needs one launcher for all hosts (-n, -H or -f); here every node has its own")
+    return group
 
 
 def _require_elastic(chosen: argparse.Namespace, world: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from unisono.launch import environment
 from unisono.launch.hosts import Host, Placement
+from unisono.launch.scheduler import NodeGroup
 
 SCRIPT = "script"
 MODULE = "module"
@@ -42,14 +43,15 @@ class LaunchJob:
     hosts: tuple[Host, ...] = ()  # all that were given, also those without ranks
     elastic: bool = False  # continue on the remaining hosts when one is lost
     min_ranks: int = 1  # end the job when fewer remain
+    group: NodeGroup | None = None  # the other nodes have launchers of their own, started by a scheduler
 
     @property
     def world(self) -> int:
-        return sum(placement.count for placement in self.placements)
+        return self.group.world if self.group else sum(placement.count for placement in self.placements)
 
     @property
     def several_hosts(self) -> bool:
-        return len(self.placements) > 1
+        return len(self.placements) > 1 or (self.group is not None and self.group.nodes > 1)
 
     @property
     def elsewhere(self) -> bool:
@@ -68,7 +70,7 @@ class LaunchJob:
             program=self.program,
             host=host,
             node=node,
-            nodes=len(self.placements),
+            nodes=self.group.nodes if self.group else len(self.placements),
             first_rank=ranks.start,
             count=len(ranks),
             world=self.world,
@@ -77,6 +79,10 @@ class LaunchJob:
             environment=self.environment,
             max_restarts=self.max_restarts,
             attempt=attempt,
+            identity=self.group.job if self.group else "",
+            start_timeout=self.start_timeout if self.group else 0.0,
+            local_offset=self.group.local_offset if self.group else 0,
+            ranks_on_host=self.group.local_world if self.group else 0,
         )
 
 
@@ -98,6 +104,10 @@ class NodeJob:
     attempt: int = 0  # restarts of the job before these agents started
     local_rank: int = 0  # with local_world: set under MPI, where each agent runs one rank of its host
     local_world: int = 0
+    identity: str = ""  # of a job whose nodes have launchers of their own: equal on all of them
+    start_timeout: float = 0.0  # with it: seconds in which the first node must be up; 0: it is
+    local_offset: int = 0  # local rank of the first rank, where a host has several nodes
+    ranks_on_host: int = 0  # ranks of all of those
 
     def rank_variables(self, rank: int, local_rank: int, local_world: int, port: int, attempt: int) -> dict[str, str]:
         """The environment of one rank."""

@@ -1,6 +1,7 @@
 """launch(): preflight, start over elastic agents or mpiexec, monitor, end.
 
-With `--elastic`, a job that has lost hosts is started again on those that remain.
+With `--elastic`, a job that has lost hosts is started again on those that remain. Where a scheduler has started one
+launcher a node (`scheduler`), each runs its own node's ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from unisono.launch import environment, hosts, mpi_launcher
 from unisono.launch.console import Console
 from unisono.launch.job import LaunchJob
 from unisono.launch.outcome.monitor import Interrupted, Monitor, Outcome, ending
+from unisono.launch.scheduler import NodeGroup
 from unisono.launch.transport import preflight, ssh
 from unisono.launch.transport.link import AgentLinks
 
@@ -28,6 +30,8 @@ def launch(job: LaunchJob, console: Console) -> Outcome:
     with _interruptible():
         if job.backend == mpi_launcher.BACKEND:
             return mpi_launcher.run(job, console)
+        if job.group is not None:
+            return _run_node(job, job.group, console)
         return _run_elastic(job, console)
 
 
@@ -64,6 +68,22 @@ def _attempt(job: LaunchJob, console: Console, attempt: int) -> Outcome:
             link.wire.send({"do": "run", "job": part.to_json()})
         with ssh.keepalive(links):
             return monitor.until_end()
+
+
+def _run_node(job: LaunchJob, group: NodeGroup, console: Console) -> Outcome:
+    """The ranks of this node; a scheduler starts the launchers of the others, whose agents meet at node 0's store."""
+    links = AgentLinks()
+    monitor = Monitor(job, links, console)
+    with ending(monitor):
+        preflight.gather(job, links, console.message)
+        link = links.all[0]
+        port = group.port
+        if group.node == 0:
+            interface = group.address if group.nodes == 1 else ""
+            port = preflight.open_store_port(replace(job, master_port=port), links, link, interface)
+        part = job.on_node(group.node, group.host, link.ranks, group.address, port, 0)
+        link.wire.send({"do": "run", "job": part.to_json()})
+        return monitor.until_end()
 
 
 def without_hosts(job: LaunchJob, lost: Causes) -> LaunchJob:

@@ -7,14 +7,13 @@ unisono's RANK and WORLD_SIZE, then MPI's, then Slurm's; where none is set, a wo
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import SupportsIndex
 from urllib.parse import parse_qs, urlparse
 
 from unisono.errors import UsageError
-from unisono.launch import environment
+from unisono.launch import environment, scheduler
 
 ALONE = "alone"
 ENVIRONMENT = "environment"  # unisono run, torchrun, or the variables set by hand
@@ -121,8 +120,8 @@ def _from_environment(environ: Mapping[str, str], wanted: bool) -> RankInfo:
     if _HYDRA[0] in environ and ("SLURM_STEP_NUM_TASKS" not in environ or _HYDRA[2] in environ):
         # Under Slurm, MPICH's mpiexec has srun start a helper on each node: its ranks inherit the helper's variables.
         return _from_variables(environ, _HYDRA, MPIEXEC)
-    if "SLURM_STEP_NUM_TASKS" in environ:
-        return _from_variables(environ, _SRUN, SRUN, slurm_url(environ))
+    if scheduler.in_slurm_step(environ):
+        return _from_variables(environ, _SRUN, SRUN, _slurm_url(environ))
     if wanted:
         raise UsageError("init_method env:// but neither RANK and WORLD_SIZE nor MPI's or Slurm's variables are set")
     return RankInfo(0, 1, ALONE, local_rank=0, local_size=1)
@@ -138,21 +137,9 @@ def _from_variables(
     return RankInfo(rank, size, how, url, local_rank, local_size)
 
 
-def slurm_url(environ: Mapping[str, str]) -> str:
-    """Where the tasks of one Slurm step meet: the step's first host, a port that follows from the step's number."""
-    host = environ.get("MASTER_ADDR") or first_slurm_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))
-    step = int(environ.get("SLURM_JOB_ID", "0")) * 61 + int(environ.get("SLURM_STEP_ID", "0"))
-    port = environ.get("MASTER_PORT") or str(20000 + step % 12768)  # below those that systems give away by themselves
+def _slurm_url(environ: Mapping[str, str]) -> str:
+    host, port = scheduler.slurm_rendezvous(environ)
     return f"tcp://{host}:{port}"
-
-
-def first_slurm_host(nodes: str) -> str:
-    """The first host of a Slurm node list: `gpu[07-09,12],login` gives gpu07."""
-    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes)
-    if match is None:
-        raise UsageError(f"SLURM_STEP_NODELIST is {nodes!r}; expected a list such as node[01-04]")
-    prefix, number, suffix = match.groups()
-    return prefix + (number or "") + (suffix or "")
 
 
 def _overridden(info: RankInfo, rank: int | None, world_size: int | None) -> RankInfo:

@@ -26,7 +26,7 @@ from unisono.comm.mpi import library
 from unisono.comm.rendezvous import launcher_env
 from unisono.comm.rendezvous.launcher_env import RankInfo
 from unisono.errors import CommError, UsageError
-from unisono.launch import environment
+from unisono.launch import environment, scheduler
 
 START = 60.0  # seconds that ranks of a launcher get to come, however short the timeout of collectives
 _WORLDS = "unisono/worlds"  # in a store: how many worlds have met there
@@ -145,6 +145,8 @@ def _address(info: RankInfo) -> tuple[str, int]:
         parsed = urlparse(info.url)
         assert parsed.hostname is not None
         assert parsed.port is not None
+        if info.how == launcher_env.SRUN:
+            return scheduler.slurm_address(parsed.hostname), parsed.port
         return parsed.hostname, parsed.port
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not host or not port:

@@ -4,6 +4,7 @@ Note: how nodes agree on a restart. In torch elastic a failed node re-enters the
 num_nodes_waiting(). Here a generation number in the shared store has that role: a failed node moves it from g to g + 1
 (only the first of several succeeds); every other node sees a number above its own, stops its ranks and joins. A node
 whose ranks have all finished stays in the monitor loop until those of every node have, so that it can still restart.
+Where a scheduler starts the nodes, it may replace one that was lost: the new one joins in the next generation.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import datetime
 import logging
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,6 +30,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from unisono.errors import LaunchError
 from unisono.launch import environment
 from unisono.launch.agent.connection import Reporter
 from unisono.launch.job import NodeJob
@@ -43,6 +46,8 @@ _EXIT_TIMEOUT = 30.0  # seconds in which the other nodes must notice that all ha
 
 def open_store(job: NodeJob, listening: int | None) -> TCPStore:
     """The job's store, served by the first node from a socket that is already listening."""
+    if job.start_timeout and listening is None:
+        _await_first_node(job)
     return TCPStore(
         job.address,
         job.port,
@@ -51,6 +56,16 @@ def open_store(job: NodeJob, listening: int | None) -> TCPStore:
         wait_for_workers=False,
         master_listen_fd=listening,
     )
+
+
+def _await_first_node(job: NodeJob) -> None:
+    """Where a scheduler starts the nodes, the first one may be the last to start, or its name not be known yet."""
+    deadline = time.monotonic() + job.start_timeout
+    while isinstance(cause := network.reach(job.address, job.port, 3.0), str):
+        if time.monotonic() > deadline:
+            where = f"node 0 at {job.address} port {job.port}"
+            raise LaunchError(f"node {job.node} cannot reach {where} within {job.start_timeout:g} s: {cause}")
+        time.sleep(0.1)
 
 
 class NodeRendezvous(RendezvousHandler):
@@ -63,13 +78,35 @@ class NodeRendezvous(RendezvousHandler):
         self._ranks_store: TCPStore | None = None
         self.generation = -1
 
+    def join(self) -> None:
+        """First of all: check that this node belongs to the job, and find the generation where one that replaces a lost
+        node continues. LaunchError if it does not belong there."""
+        job = self._job
+        version = sys.modules["unisono"].__version__
+        own = f"{job.nodes} nodes of {job.count} ranks, unisono {version}, torch {torch.__version__}"
+        own += f", {job.identity}" if job.identity else ""
+        first = self._generations.compare_set("job", "", own).decode()
+        if first != own:
+            raise LaunchError(f"node {job.node} has {own}, but another node of the job at {job.address}: {first}")
+        if self._generations.add(f"joined/{job.node}", 1) == 1 or not self._generations.check(["current"]):
+            return
+        current = int(self._generations.get("current"))
+        is_running = self._generations.check([f"complete/{current}"])
+        if is_running and job.attempt + current >= job.max_restarts:
+            raise LaunchError(
+                f"node {job.node} has joined the job at {job.address} before: either two nodes have this number, or "
+                f"the node was restarted and --max-restarts {job.max_restarts} does not allow it"
+            )
+        self.generation = current if is_running else current - 1
+
     def next_rendezvous(self) -> RendezvousInfo:
         before, now = str(self.generation), str(self.generation + 1)
         self._generations.compare_set("current", "" if self.generation < 0 else before, now)
         self.generation += 1
         if self._job.node == 0:
             self._generations.set(f"port/{now}", str(self._open_ranks_store()))
-        if self._generations.add(f"arrived/{now}", 1) == self._job.nodes:
+        is_first = self._generations.add(f"arrived/{now}/{self._job.node}", 1) == 1
+        if is_first and self._generations.add(f"arrived/{now}", 1) == self._job.nodes:
             self._generations.set(f"complete/{now}", "1")
         self._await(f"complete/{now}")
         return RendezvousInfo(
@@ -81,10 +118,11 @@ class NodeRendezvous(RendezvousHandler):
 
     def _await(self, key: str) -> None:
         """Wait for the key by polling: no signal interrupts the store's own wait, and a host may never arrive."""
-        deadline, pause = time.monotonic() + _STORE_TIMEOUT.total_seconds(), 0.002
-        while not self._generations.check([key]):
+        seconds = self._job.start_timeout or _STORE_TIMEOUT.total_seconds()
+        deadline, pause = time.monotonic() + seconds, 0.002
+        while not self._generations.check([key]) and not self.num_nodes_waiting():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the other nodes did not join within {_STORE_TIMEOUT.total_seconds():g} s")
+                raise LaunchError(f"not all {self._job.nodes} nodes have joined within {seconds:g} s")
             time.sleep(pause)
             pause = min(2 * pause, 0.2)
 
@@ -150,6 +188,8 @@ class Agent(SimpleElasticAgent):
         self._job = job
         self._pool = pool
         self._handler = NodeRendezvous(store, job)
+        if job.start_timeout:
+            self._handler.join()
         self._reporter = reporter
         self._finished = False
         self.stop_signal = signal.SIGTERM
@@ -172,10 +212,13 @@ class Agent(SimpleElasticAgent):
         attempt = self._attempt
         self._reporter.started(attempt)
         ids: dict[int, Any] = {}
+        offset, ranks_here = self._job.local_offset, self._job.ranks_on_host or self._job.count
         port = worker_group.master_port
         assert port is not None
         for worker in worker_group.workers:
-            variables = self._job.rank_variables(worker.global_rank, worker.local_rank, self._job.count, port, attempt)
+            variables = self._job.rank_variables(
+                worker.global_rank, offset + worker.local_rank, ranks_here, port, attempt
+            )
             variables |= environment.of_elastic(attempt, self._job.max_restarts)
             ids[worker.local_rank] = self._pool.start(worker.global_rank, variables, self._run_program)
         self._handler.await_forks()

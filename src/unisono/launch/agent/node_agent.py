@@ -16,6 +16,7 @@ import traceback
 from importlib import metadata
 from typing import Any
 
+from unisono.errors import LaunchError
 from unisono.launch import environment
 from unisono.launch.agent.connection import Reporter, StopListener, Stopped
 from unisono.launch.job import CALL, MODULE, SCRIPT, Entrypoint, NodeJob
@@ -80,6 +81,8 @@ def _host_info() -> dict[str, Any]:
     }
 
 
+_STORE_ERRORS = ("DistNetworkError", "DistStoreError")  # torch's, which may not be imported yet
+
 _MPI_VARIABLES = (
     *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -140,8 +143,13 @@ def _run(job: NodeJob, wire: Wire, server: socket.socket | None, keep: set[int])
         is_stopped = True
         listener.await_grace()
         pool.stop(listener.signal)
-    except Exception:
+    except LaunchError as error:
+        problem = str(error)
+        pool.stop()
+    except Exception as error:
         problem = traceback.format_exc()
+        if job.start_timeout and job.node > 0 and type(error).__name__ in _STORE_ERRORS:
+            problem = f"node 0 at {job.address} is gone, or has ended the job"
         pool.stop()
     listener.close()
     pool.drain()

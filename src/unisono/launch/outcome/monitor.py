@@ -133,7 +133,9 @@ class Monitor:
                 link.ended = message
                 self._codes |= dict(message["codes"])
                 if message["problem"] and not self._problem:
-                    self._problem = f"the agent on host {link.host} failed:\n{message['problem'].rstrip()}"
+                    problem = message["problem"].rstrip()
+                    is_sentence = not problem.startswith("Traceback")
+                    self._problem = problem if is_sentence else f"the agent on host {link.host} failed:\n{problem}"
                     self._problem_since = time.monotonic()
             case "closed":
                 self._lose(link)
@@ -205,6 +207,8 @@ class Monitor:
         return f"\n({len(others)} more failed after it)" if others else ""
 
     def _host(self, rank: int) -> str | None:
+        if self._job.group is not None and self._job.several_hosts:
+            return self._job.group.host
         return self._job.placement_of(rank).host.name if self._job.several_hosts else None
 
 
