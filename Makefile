@@ -11,7 +11,7 @@ WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 1); echo $$((cores < 4 ? c
 # Workers, launchers and ranks are interpreters by the hundred: they read cached bytecode, wherever make is run.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-all lint types imports unit docs clean
+.PHONY: setup demo test test-all test-torch lint types imports unit docs wheel sbom clean
 
 setup: $(STAMP)
 
@@ -58,5 +58,24 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "open site/index.html"
 
+# The tests with another torch, in an environment of its own: make test-torch VERSION=2.12.0. Only CPU builds.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+OTHER = .venv-torch-$(VERSION)
+test-torch:
+	@test -n "$(VERSION)" || { echo "which torch? make test-torch VERSION=2.12.0" >&2; exit 2; }
+	@test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet --no-deps --index-url $(TORCH_INDEX) torch==$(VERSION)
+	$(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt torch==$(VERSION) --editable ".[mpi,quantum,plan,report,dev]"
+	$(OTHER)/bin/python -m pytest -n $(WORKERS) $(TESTS)
+
+# For PyPI, in build/dist; the wheel needs no compiler.
+wheel: setup
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/dist .
+
+# Software bill of materials: what unisono needs at run time, as CycloneDX.
+sbom: setup
+	$(BIN)/python tools/sbom.py build/sbom.json
+
 clean:
-	rm -rf $(VENV) build site .ruff_cache .mypy_cache .pytest_cache
+	rm -rf $(VENV) .venv-torch-* build site .ruff_cache .mypy_cache .pytest_cache

@@ -18,7 +18,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 TOGETHER = {"tests/quantum/": "quantum", "tests/examples/": "examples", "tests/compat/test_vqnetrun.py": "examples"}
-WAITING = ("tests/launch/", "tests/faults/", "tests/comm/test_watchdog.py", "tests/comm/test_world.py")
+WAITING = ("tests/launch/", "tests/faults/", "tests/deploy/", "tests/comm/test_watchdog.py", "tests/comm/test_world.py")
 LONG = (  # the longest files, longest first, those that wait among them
     "equivalence/test_foreign.py",
     "explain/test_plan_program.py",
@@ -27,6 +27,8 @@ LONG = (  # the longest files, longest first, those that wait among them
     "quantum/",
     "examples/",
     "launch/test_remote.py",
+    "launch/test_slurm.py",
+    "deploy/",
     "planner/test_planning.py",
     "parallel/test_loop.py",
     "graph/test_program.py",
