@@ -34,7 +34,7 @@ def _documents(name: str) -> list[dict[str, Any]]:
 
 
 def _validate(value: Any, kind: str) -> None:
-    jsonschema.validate(value, {"$ref": f"#/$defs/{kind}", "$defs": SCHEMA["$defs"]})
+    jsonschema.Draft202012Validator({"$ref": f"#/$defs/{kind}", "$defs": SCHEMA["$defs"]}).validate(value)
 
 
 def test_the_indexed_job_is_valid() -> None:

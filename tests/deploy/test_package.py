@@ -49,9 +49,9 @@ def test_the_release_workflow_runs_targets_of_the_makefile() -> None:
     makefile = (ROOT / "Makefile").read_text()
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
     lines = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
-    targets = [word for line in lines if line.startswith("make ") for word in line.split()[1:] if "=" not in word]
+    targets = [word for line in lines if line.startswith("make ") for word in line.split()[1:]]
     assert {"test", "test-torch", "wheel", "sbom"} <= set(targets)
-    for target in {word for word in targets if word.isascii() and word[0].isalpha()}:
+    for target in [word for word in targets if re.fullmatch("[a-z-]+", word)]:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     assert re.search(r'^version = "[\d.]+"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     publish = workflow["jobs"]["publish"]
