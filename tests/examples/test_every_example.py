@@ -65,7 +65,7 @@ def test_a_rank_that_fails_is_reported_with_its_traceback(tmp_path: Path) -> Non
         run_command(["unisono", "run", "-n", "2", "wrong.py"], tmp_path)
 
 
-OF_NO_DOCUMENT = printed_in(".")
+OF_NO_DOCUMENT = printed_in(".") + printed_in("slurm")
 LEFT = [("quickstart.py", 1), ("quickstart.py", 2)]  # which no page runs
 
 

@@ -99,6 +99,12 @@ class Slurm:
             assert time.monotonic() < deadline, f"job {job}: {name} is {found}, not {wanted}"
             time.sleep(0.2)
 
+    def await_end(self, job: str, patience: float = 180) -> None:
+        deadline = time.monotonic() + patience
+        while (state := self.field(job, "JobState")) in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+            assert time.monotonic() < deadline, f"job {job} is still {state}"
+            time.sleep(0.2)
+
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[Slurm]:

@@ -156,7 +156,8 @@ def job_of(chosen: argparse.Namespace) -> LaunchJob:
 
 def _group(chosen: argparse.Namespace) -> NodeGroup | None:
     """The nodes of a scheduler's job; None where this launcher is to start all ranks itself."""
-    own = next((o for o, value in (("-n", chosen.n), ("-H", chosen.hosts), ("-f", chosen.hostfile)) if value), None)
+    given = {"-n": chosen.n, "-H": chosen.hosts, "-f": chosen.hostfile}
+    own = next((option for option, value in given.items() if value is not None), None)
     if own is not None:
         tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
         for name, value in (("--nnodes", chosen.nnodes), ("--nproc-per-node", chosen.nproc_per_node)):
@@ -174,8 +175,8 @@ def _group(chosen: argparse.Namespace) -> NodeGroup | None:
     if group is None:
         chosen.n = scheduler.ranks_here(chosen.nproc_per_node)
     elif chosen.elastic or chosen.backend == "mpi":
-        given = "--elastic" if chosen.elastic else "--backend mpi"
-        raise UsageError(f"{given} needs one launcher for all hosts (-n, -H or -f); here every node has its own")
+        option = "--elastic" if chosen.elastic else "--backend mpi"
+        raise UsageError(f"{option} needs one launcher for all hosts (-n, -H or -f); here every node has its own")
     return group
 
 
