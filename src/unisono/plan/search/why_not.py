@@ -62,6 +62,8 @@ def _difference(search: Search, best: Candidate, other: Candidate, slower: float
         if abs(more) < TIE * best.footprint.total:
             return "as fast, with as much memory"
         return f"as fast, {format_bytes(abs(more))} {'more' if more > 0 else 'less'}"
+    if slower < 0 and other.plan.zero > best.plan.zero:
+        return f"as fast within the error of predictions ({slower:+.0%}); ZeRO {other.plan.zero} is for less memory"
     return f"{slower:+.0%} ({_gain(best, other) if slower < 0 else _cause(search, best, other)})"
 
 
