@@ -165,7 +165,7 @@ def test_what_is_refused() -> None:
         uq.Layer(made, "Z0", output="state")
     with pytest.raises(UsageError, match="no parameter-shift rule"):
         uq.Layer(made, output="state", diff="parameter-shift")
-    with pytest.raises(UsageError, match="makes no single state"):
+    with pytest.raises(UsageError, match="has no single final state"):
         uq.Layer(uq.Circuit(1, bits=1).measure(0, 0), output="state")
 
 

@@ -205,7 +205,7 @@ def test_what_is_refused() -> None:
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"shots": 0}, "shots=0: expected a whole number of at least 1"),
         ({"shots": 10, "diff": "adjoint"}, "diff='adjoint' with shots: expected 'parameter-shift'"),
-        ({"shots": 10, "output": "state", "observables": ()}, "makes no single state"),
+        ({"shots": 10, "output": "state", "observables": ()}, "has no single final state"),
     )
     for options, words in cases:
         with pytest.raises(UsageError, match=words):

@@ -121,7 +121,10 @@ class Layer(nn.Module):
         given = parsed(observables) if not isinstance(observables, tuple | list) or observables else ()
         self.output: Output = output_of(output, given, circuit.wires, dtype)
         if not circuit.is_unitary and isinstance(self.output, Amplitudes):
-            raise UsageError("a circuit that measures makes no single state; use output='probabilities' or observables")
+            raise UsageError(
+                "a circuit that has channels or measurements has no single final state; use output='probabilities' or "
+                "observables"
+            )
         if shots is not None and isinstance(self.output, Amplitudes):
             raise UsageError("amplitudes cannot be estimated from shots; use output='probabilities' or observables")
         if diff == "parameter-shift" and not self.output.shiftable:
