@@ -249,7 +249,7 @@ def own_optimizers(comm: Communicator) -> None:
     together = trainer_of(precision=KAHAN, optimizer=Counting)
     together.step(batch(0))
     together.step(batch(1))
-    at_once, master_weights._AT_ONCE = master_weights._AT_ONCE, 16
+    at_once, master_weights.AT_ONCE = master_weights.AT_ONCE, 16
     try:
         chunked = trainer_of(precision=KAHAN, optimizer=Counting)
         chunked.step(batch(0))
@@ -258,7 +258,7 @@ def own_optimizers(comm: Communicator) -> None:
         run_backward(derived, 0)
         derived.optimizer.step()
     finally:
-        master_weights._AT_ONCE = at_once
+        master_weights.AT_ONCE = at_once
     assert isinstance(chunked.optimizer, Counting)
     assert (chunked.optimizer.param_groups[0]["t"], chunked.optimizer.count) == (2, 2)
     require_equal(together, chunked)
