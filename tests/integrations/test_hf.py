@@ -168,7 +168,7 @@ def test_a_script_under_unisono_run(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "unisono", "run", "-n", "2", "train.py", "ours"]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # the script takes models of this file
     given = {**os.environ, "PYTHONPATH": paths.rstrip(os.pathsep)}
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, env=given)
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, env=given)
     assert ran.returncode == 0, ran.stderr
     assert f"[0] steps {STEPS} saves True" in ran.stdout
     assert f"[1] steps {STEPS} saves False" in ran.stdout
