@@ -99,6 +99,13 @@ class Slurm:
             assert time.monotonic() < deadline, f"job {job}: {name} is {found}, not {wanted}"
             time.sleep(0.2)
 
+    def await_idle(self, patience: float = 180) -> None:
+        """Until no node has a process of any job."""
+        deadline = time.monotonic() + patience
+        while (found := _idle_nodes(self)) != len(NODES):
+            assert time.monotonic() < deadline, f"{found} of {len(NODES)} nodes are idle"
+            time.sleep(0.2)
+
     def await_end(self, job: str, patience: float = 180) -> None:
         deadline = time.monotonic() + patience
         while (state := self.field(job, "JobState")) in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):

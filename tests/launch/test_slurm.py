@@ -140,7 +140,9 @@ def test_a_disturbed_job_reaches_the_losses_of_an_undisturbed_one(
     cluster.await_field(job, "JobState", "PENDING")
     if how == "kill":
         cluster.run("scontrol", "update", "NodeName=n2", "State=RESUME", cwd=tmp_path)  # unless its slurmd did that
-    cluster.do("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm waits two minutes
+    cluster.await_idle()
+    time.sleep(2)  # slurmd takes credentials of the second in which it revoked the first start's for revoked
+    cluster.do("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm itself waits two minutes
     cluster.await_end(job)
     output = (tmp_path / "out").read_text()
     assert cluster.field(job, "JobState") == "COMPLETED", output
