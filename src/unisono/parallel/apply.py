@@ -78,21 +78,10 @@ def parallelize(
 ) -> Trainer:
     """Put a plain model under a plan; every rank calls it alike, and trains with the Trainer's `step`.
 
+    `uni.parallelize` is this with a proof before the first step (verify/self_check.py, which documents the arguments
+    that both take).
+
     Args:
-        model: A module, which becomes that of rank 0 everywhere, or a function that builds one, called after
-            torch.manual_seed(seed), or a list of uni.nn.LayerSpec, which are built so.
-        plan: A Plan or its text, as "dp=2,tp=2".
-        loss: loss(outputs, targets) gives a scalar.
-        optimizer: optimizer(parameters) gives a torch optimizer.
-        example: A batch (inputs, targets), which pipelines need to find their stages, and tp to search a model for
-            rules.
-        rules: Which layers tp shards, and how; default: what the model brings or shows.
-        clip: The largest norm of the gradients.
-        seed: Of initial weights and random numbers.
-        dtype: Of the model's parameters; default: as it is built.
-        precision: "fp32", "bf16", "fp16" or "fp8", in which all is computed from float32 parameters; "fp32" leaves the
-            model's own dtype. "bf16" and "fp8" take bfloat16 parameters, too; options follow as
-            "bf16,reduce=bf16,master=none" (see Precision).
         on_ready: Called on every rank with the model as it will be trained, before the plan is applied to it.
         batch: What ranks will give: "global", all of them the same batch, of which each takes its part, or "local",
             each data rank its own samples.
