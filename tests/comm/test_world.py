@@ -54,6 +54,24 @@ def test_tcp(tmp_path: Path) -> None:
     assert outputs(run_forked(jobs, tmp_path)) == EXPECTED
 
 
+def show_listeners(**arguments: Any) -> None:
+    comm = uni.init(**arguments)
+    inodes = {os.path.realpath(f"/proc/self/fd/{each}").rpartition("/")[2] for each in os.listdir("/proc/self/fd")}
+    tables = [Path("/proc/net", name) for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
+    own = {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
+    wild = {each for each in own if not each.partition(":")[0].strip("0")}
+    comm.barrier()
+    print("listens on every interface" if wild or not own else "listens on loopback alone")
+    uni.shutdown()
+
+
+def test_the_store_of_ranks_on_one_host_is_not_reached_from_others(tmp_path: Path) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    jobs = [functools.partial(show_listeners, init_method=url, rank=r, world_size=2) for r in range(2)]
+    assert outputs(run_forked(jobs, tmp_path))[0] == "listens on loopback alone"
+
+
 def join_again_and_again(url: str, rank: int) -> None:
     """Whichever rank comes first; the world before is still in somebody's hands, and its store with it."""
     known = []

@@ -1,12 +1,14 @@
 """Collectives on Python values: they are sent pickled, as bytes, over torch.distributed on any backend.
 
 The lengths are sent first, which blocks even with async_op=True; then the bytes. So ranks that wait at once and ranks
-that wait later run the same collectives in the same order. Use these among your own ranks only: unpickling runs code
-that the sender chooses. A value that cannot be pickled is an error on every rank: the reason is sent instead.
+that wait later run the same collectives in the same order. Unpickling runs code that the sender chooses: what arrives
+is unpickled only when its signature is the job's (signatures/seal.py). A value that cannot be pickled is an error on
+every rank: the reason is sent instead.
 """
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from unisono.comm.c10d import all_gather_single
 from unisono.comm.operation import Outcome, Transfer
 from unisono.comm.p2p import PointToPoint
+from unisono.comm.signatures.seal import ALL, Seal
 from unisono.comm.watchdog.op_log import root_detail
 from unisono.errors import UsageError
 
@@ -31,7 +34,8 @@ class Objects(PointToPoint):
         if self.is_simulated:
             return self._alike("broadcast_object", value, async_op)
         is_root = self.rank == root
-        sent = Pickled(value, "broadcast_object", root) if is_root else None
+        sealed = Sealed(self.seal, "broadcast_object", self.rank)
+        sent = Pickled(value, sealed) if is_root else None
         received: list[torch.Tensor] = []
 
         def start() -> list[dist.Work]:
@@ -41,7 +45,7 @@ class Objects(PointToPoint):
             return [dist.broadcast(received[0], group=self.group, group_src=root, async_op=True)]
 
         def finish() -> Any:
-            return unpickled(received[0]) if sent is None or sent.is_refused else value
+            return sealed.unpickled(received[0], root) if sent is None or sent.is_refused else value
 
         return self._run_objects("broadcast_object", root, start, finish, async_op)
 
@@ -49,7 +53,8 @@ class Objects(PointToPoint):
         """Every rank's value, on every rank."""
         if self.is_simulated:
             return self._alike("all_gather_object", [value] * self.size, async_op)
-        sent, rows = Pickled(value, "all_gather_object", self.rank), PickledRows()
+        sealed = Sealed(self.seal, "all_gather_object", self.rank)
+        sent, rows = Pickled(value, sealed), PickledRows(sealed)
 
         def start() -> list[dist.Work]:
             rows.take(self._all_lengths(sent))
@@ -64,7 +69,8 @@ class Objects(PointToPoint):
         if self.is_simulated:
             return self._alike("gather_object", [value] * self.size if self.rank == root else None, async_op)
         is_root = self.rank == root
-        sent, rows = Pickled(value, "gather_object", self.rank), PickledRows()
+        sealed = Sealed(self.seal, "gather_object", self.rank)
+        sent, rows = Pickled(value, sealed), PickledRows(sealed)
 
         def start() -> list[dist.Work]:
             rows.take(self._all_lengths(sent))
@@ -76,7 +82,7 @@ class Objects(PointToPoint):
             if is_root:
                 return rows.values()
             if sent.is_refused:
-                unpickled(sent.bytes)
+                sealed.unpickled(sent.bytes, self.rank)
             if rows.refused:
                 raise UsageError(
                     f"gather_object: what rank {rows.refused[0]} gave cannot be pickled; its own error has the reason"
@@ -92,10 +98,12 @@ class Objects(PointToPoint):
         if is_root and (not isinstance(values, Sequence) or len(values) != self.size):
             given = len(values) if isinstance(values, Sequence) else repr(values)
             raise UsageError(f"scatter_object: the root needs {self.size} values, one a rank, but got {given}")
-        pickled = [Pickled(value, "scatter_object", root) for value in values] if is_root and values is not None else []
-        refused = [each.bytes for each in pickled if each.is_refused]
-        sent = refused[:1] * self.size or [each.bytes for each in pickled]
-        rows = PickledRows()
+        sealed = Sealed(self.seal, "scatter_object", self.rank)
+        pickled = [Pickled(value, sealed, to) for to, value in enumerate(values or ())] if is_root else []
+        if refusal := next((each for each in pickled if each.is_refused), None):
+            pickled = [refusal.sent_to(to) for to in range(self.size)]
+        sent = [each.bytes for each in pickled]
+        rows = PickledRows(sealed)
 
         def start() -> list[dist.Work]:
             lengths = torch.tensor([len(each) for each in sent] or [0] * self.size)
@@ -106,7 +114,11 @@ class Objects(PointToPoint):
             return [dist.scatter(rows.bytes, chunks, group=self.group, group_src=root, async_op=True)]
 
         return self._run_objects(
-            "scatter_object", root, start, lambda: unpickled(rows.bytes[: rows.lengths[self.rank]]), async_op
+            "scatter_object",
+            root,
+            start,
+            lambda: sealed.unpickled(rows.bytes[: rows.lengths[self.rank]], root, self.rank),
+            async_op,
         )
 
     def _alike(self, op: str, outcome: Any, async_op: bool) -> Outcome:
@@ -137,6 +149,9 @@ class PickledRows:
     refused: list[int]  # ranks whose value could not be pickled
     bytes: torch.Tensor
 
+    def __init__(self, sealed: Sealed) -> None:
+        self._sealed = sealed
+
     def take(self, lengths: Sequence[int]) -> None:
         self.lengths = [abs(length) for length in lengths]
         self.refused = [rank for rank, length in enumerate(lengths) if length < 0]
@@ -151,7 +166,8 @@ class PickledRows:
 
     def values(self) -> list[Any]:
         rows = self.bytes.view(len(self.lengths), -1)
-        return [unpickled(row[:length]) for row, length in zip(rows, self.lengths, strict=True)]
+        both = enumerate(zip(rows, self.lengths, strict=True))
+        return [self._sealed.unpickled(row[:length], rank) for rank, (row, length) in both]
 
 
 @dataclass(frozen=True)
@@ -164,14 +180,21 @@ class Refusal:
 class Pickled:
     """A value as bytes, or the refusal of one that cannot be pickled."""
 
-    def __init__(self, value: Any, op: str, rank: int) -> None:
+    def __init__(self, value: Any, sealed: Sealed, to: int = ALL) -> None:
         self.is_refused = False
+        self._sealed = sealed
         try:
-            data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+            self._data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         except Exception as error:
             self.is_refused = True
-            data = pickle.dumps(Refusal(_reason(value, op, rank, error)))
-        self.bytes = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            self._data = pickle.dumps(Refusal(_reason(value, sealed.op, sealed.rank, error)))
+        self.bytes = sealed.sign(self._data, to)
+
+    def sent_to(self, to: int) -> Pickled:
+        """The same for another rank."""
+        other = copy.copy(self)
+        other.bytes = self._sealed.sign(self._data, to)
+        return other
 
 
 def _reason(value: Any, op: str, rank: int, error: Exception) -> str:
@@ -182,8 +205,20 @@ def _reason(value: Any, op: str, rank: int, error: Exception) -> str:
     )
 
 
-def unpickled(received: torch.Tensor) -> Any:
-    value = pickle.loads(received.numpy().tobytes())
-    if isinstance(value, Refusal):
-        raise UsageError(value.reason)
-    return value
+class Sealed:
+    """One operation on objects, for the signatures of what is sent in it."""
+
+    def __init__(self, seal: Seal, op: str, rank: int) -> None:
+        self.op = op
+        self.rank = rank
+        self._seal = seal
+        self._number = seal.next_number()
+
+    def sign(self, content: bytes, to: int = ALL) -> torch.Tensor:
+        return self._seal.sign(content, self.op, self._number, self.rank, to)
+
+    def unpickled(self, received: torch.Tensor, source: int, to: int = ALL) -> Any:
+        value = pickle.loads(self._seal.verified(received, self.op, self._number, source, to))
+        if isinstance(value, Refusal):
+            raise UsageError(value.reason)
+        return value

@@ -12,7 +12,10 @@ itself.
 from __future__ import annotations
 
 import contextlib
+import hmac
+import ipaddress
 import os
+import secrets
 import socket
 import time
 from dataclasses import dataclass, replace
@@ -27,6 +30,10 @@ from unisono.comm.rendezvous import launcher_env
 from unisono.comm.rendezvous.launcher_env import RankInfo
 from unisono.errors import CommError, UsageError
 from unisono.launch import environment, scheduler
+from unisono.launch.store import program_rendezvous, secret
+from unisono.launch.store.client import AuthenticatedStore
+from unisono.launch.store.server import StoreServer
+from unisono.launch.transport import network
 
 START = 60.0  # seconds that ranks of a launcher get to come, however short the timeout of collectives
 _WORLDS = "unisono/worlds"  # in a store: how many worlds have met there
@@ -36,6 +43,7 @@ MOST_WAIT = 300.0  # seconds to wait for the other ranks at most, whatever the t
 _worlds_left = 0  # by this process
 _left_at: dict[str, int] = {}  # worlds that met at a file, by the file's url
 _kept: dict[tuple[str, int], dist.Store] = {}  # the stores that this process has opened at an address
+_connections: list[AuthenticatedStore] = []  # to a store that another process serves, of the world that was joined last
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,7 @@ class Rendezvous:
     store: dist.Store
     info: RankInfo  # with local rank and size filled in
     hosts: list[str]  # of every rank
+    key: bytes | None = None  # of this world's signatures; None where the job has no secret
 
     @property
     def ends_the_store(self) -> bool:
@@ -57,6 +66,9 @@ class Rendezvous:
         if self.info.how != launcher_env.FILE:
             with contextlib.suppress(RuntimeError):  # rank 0 may have gone before, and the store with it
                 self.store.set(_OVER, "1")
+            for connection in _connections:
+                connection.close()
+            _connections.clear()
             return
         assert self.info.url is not None
         closed = self.store.add("unisono/closed", 1)
@@ -74,7 +86,27 @@ def rendezvous(info: RankInfo, timeout: float) -> Rendezvous:
     registry = dist.PrefixStore("unisono/rendezvous", store)
     _register(registry, info)
     hosts = _wait_for_all(registry, info, timeout)
-    return Rendezvous(store, _with_local_rank(info, hosts), hosts)
+    key = None if info.how == launcher_env.ALONE else secret.of_job()
+    if key is not None:
+        key = hmac.digest(key, b"unisono world " + registry.get("salt"), "sha256")
+    return Rendezvous(store, _with_local_rank(info, hosts), hosts, key)
+
+
+def native_store(met: Rendezvous) -> dist.Store:
+    """A store of torch's own, at an address that the world's store has: for NCCL, whose threads ask the store of their
+    group at any time, and must not wait for Python then. It takes anyone."""
+    key, wait = "unisono/native", timedelta(seconds=MOST_WAIT)
+    if met.info.rank != 0:
+        host, port = met.store.get(key).decode().rsplit(" ", 1)
+        return dist.TCPStore(host, int(port), None, False, wait, wait_for_workers=False)
+    found = program_rendezvous.address()
+    elsewhere = found[0] if found else socket.gethostbyname(socket.gethostname())
+    host = "127.0.0.1" if len(set(met.hosts)) == 1 else elsewhere
+    listening = network.listen_at(host, 0)
+    number = int(listening.getsockname()[1])
+    store = dist.TCPStore(host, number, None, True, wait, wait_for_workers=False, master_listen_fd=listening.detach())
+    met.store.set(key, f"{host} {number}")
+    return store
 
 
 def host_name() -> str:
@@ -87,19 +119,30 @@ def _open_store(info: RankInfo, timeout: float) -> dist.Store:
         return dist.HashStore()
     if info.how == launcher_env.FILE:
         return _file_store(info)
+    key = secret.of_job()
+    found = program_rendezvous.address()
+    if key is not None and found is not None and info.how in (launcher_env.ENVIRONMENT, launcher_env.MPIEXEC):
+        return _agents_part(_authenticated(info, *found, timeout, key))
     if info.how == launcher_env.MPIEXEC:
         return _store_over_mpi(info, timeout)
     host, port = _address(info)
     if not _is_agents(info):
         return _world_at(info, host, port, timeout)
-    # An agent's store outlives the ranks it restarts, and the worlds that they leave.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"attempt_{attempt}/world_{_worlds_left}", _tcp_store(info, host, port, False, timeout))
+    return _agents_part(_tcp_store(info, host, port, False, timeout))
+
+
+def _agents_part(store: dist.Store) -> dist.Store:
+    """An agent's store outlives the ranks it restarts, and the worlds that they leave."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get(environment.ATTEMPT, "0")
+    return dist.PrefixStore(f"attempt_{attempt}/world_{_worlds_left}", store)
 
 
 def _is_agents(info: RankInfo) -> bool:
     """Whether an agent keeps the store for the ranks that it starts."""
-    return info.how == launcher_env.ENVIRONMENT and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if info.how not in (launcher_env.ENVIRONMENT, launcher_env.MPIEXEC):
+        return False
+    is_torchs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and info.how == launcher_env.ENVIRONMENT
+    return is_torchs or program_rendezvous.address() is not None
 
 
 def _world_at(info: RankInfo, host: str, port: int, timeout: float) -> dist.Store:
@@ -156,20 +199,59 @@ def _address(info: RankInfo) -> tuple[str, int]:
     return host, int(port)
 
 
-def _tcp_store(info: RankInfo, host: str, port: int, holds_it: bool, timeout: float) -> dist.Store:
-    wait = timedelta(seconds=timeout)
+def _listening(host: str, port: int) -> socket.socket | None:
+    """A socket on that address alone: torch's store would listen on every interface of the host. None for a name, which
+    may stand for one address here and for another elsewhere, and for an address that is not this host's own."""
     try:
-        return dist.TCPStore(host, port, info.size, holds_it, wait, wait_for_workers=False)
+        address = str(ipaddress.ip_address("127.0.0.1" if host == "localhost" else host))
+        return network.listen(address, port)
+    except (ValueError, OSError):
+        return None
+
+
+def _tcp_store(info: RankInfo, host: str, port: int, holds_it: bool, timeout: float) -> dist.Store:
+    key = secret.of_job()
+    if key is not None:
+        return _authenticated(info, host, port, timeout, key, holds_it)
+    wait = timedelta(seconds=timeout)
+    listening = _listening(host, port) if holds_it else None
+    try:
+        if listening is None:
+            return dist.TCPStore(host, port, info.size, holds_it, wait, wait_for_workers=False)
+        port = listening.getsockname()[1]
+        handle = listening.detach()
+        return dist.TCPStore(host, port, info.size, True, wait, wait_for_workers=False, master_listen_fd=handle)
     except (dist.DistError, RuntimeError) as error:
-        text = str(error)
-        if "EADDRINUSE" in text or "already in use" in text:
-            how = "" if info.how == launcher_env.TCP else ": set MASTER_PORT"
-            reason = f"cannot open tcp://{host}:{port}: the port is taken; choose another{how}"
-        elif "timed out" in text or "timeout" in text.lower():
-            reason = f"cannot reach rank 0 at tcp://{host}:{port}: nobody answers there; is rank 0 running?"
-        else:
-            reason = f"cannot meet the others at tcp://{host}:{port}: {text.splitlines()[0]}"
-        raise CommError(f"rank {info.rank} {reason}") from error
+        raise _no_store(info, host, port, error) from error
+
+
+def _authenticated(
+    info: RankInfo, host: str, port: int, timeout: float, key: bytes, holds_it: bool = False
+) -> AuthenticatedStore:
+    """The store of a job with a secret."""
+    try:
+        server = None
+        if holds_it:
+            server = StoreServer(_listening(host, port) or network.listen("::" if ":" in host else "", port), key)
+            port = server.port
+        store = AuthenticatedStore(host, port, key, timedelta(seconds=timeout), server)
+    except (dist.DistError, OSError) as error:
+        raise _no_store(info, host, port, error) from error
+    if server is None:
+        _connections.append(store)
+    return store
+
+
+def _no_store(info: RankInfo, host: str, port: int, error: Exception) -> CommError:
+    text = str(error)
+    if "EADDRINUSE" in text or "already in use" in text:
+        how = "" if info.how == launcher_env.TCP else ": set MASTER_PORT"
+        reason = f"cannot open tcp://{host}:{port}: the port is taken; choose another{how}"
+    elif "timed out" in text or "timeout" in text.lower():
+        reason = f"cannot reach rank 0 at tcp://{host}:{port}: nobody answers there; is rank 0 running?"
+    else:
+        reason = f"cannot meet the others at tcp://{host}:{port}: {text.splitlines()[0]}"
+    return CommError(f"rank {info.rank} {reason}")
 
 
 def _file_store(info: RankInfo) -> dist.Store:
@@ -214,6 +296,8 @@ def _register(store: dist.Store, info: RankInfo) -> None:
         reason = f"rank {info.rank} has registered before"
         store.set("refused", reason)
         raise _refusal(info, reason)
+    if info.rank == 0:
+        store.set("salt", secrets.token_hex(16))  # what was signed in another world of the job is not valid in this one
     store.set(f"host/{info.rank}", f"{info.size} {host_name()}")
     store.add("came", 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import time
@@ -16,14 +17,15 @@ from torch.distributed import distributed_c10d
 from unisono.comm import backends
 from unisono.comm.communicator import Communicator
 from unisono.comm.rendezvous.launcher_env import find_rank_info
-from unisono.comm.rendezvous.rendezvous import Rendezvous, rendezvous
+from unisono.comm.rendezvous.rendezvous import Rendezvous, native_store, rendezvous
 from unisono.comm.rendezvous.simulated import SimulatedTransport
+from unisono.comm.signatures import torch_objects
 from unisono.comm.watchdog.watchdog import MARGIN, Watchdog
 from unisono.errors import CommError, UsageError
 from unisono.launch import environment, process_threads
 from unisono.launch.worker import rank_main
+from unisono.torch_patches import PatchSet
 
-DEFAULT_TIMEOUT = 1800.0
 JOINING = 30.0  # seconds that a rank which leaves waits for others that are still about to join
 _JOINED = "unisono/joined"  # in the store: how many ranks have
 LONGEST = 1e9  # seconds, thirty years: what all of torch's clocks can count
@@ -31,6 +33,7 @@ LONGEST = 1e9  # seconds, thirty years: what all of torch's clocks can count
 _world: Communicator | None = None
 _watchdog: Watchdog | None = None
 _rendezvous: Rendezvous | None = None
+_signed: PatchSet | None = None  # torch's collectives on objects
 _inherited: Any = None  # of a rank that was forked from a process in a world: that process's world
 
 
@@ -55,7 +58,7 @@ def init(
     Returns:
         The communicator of all ranks.
     """
-    global _world, _watchdog, _rendezvous
+    global _world, _watchdog, _rendezvous, _signed
     if _world is not None:
         raise CommError(f"this process has joined already ({_world}); call uni.shutdown() before a second uni.init()")
     if dist.is_initialized():
@@ -71,12 +74,16 @@ def init(
     assert local_size is not None
     name = backends.choose(backend, requested, info.how, local_size or 1)
     _join(met, name, seconds)
+    atexit.register(_await_joins, met)
     _watchdog = Watchdog(met.store, info.rank, info.size, seconds, os.environ.get(environment.CHECK) == "1")
     assert dist.group.WORLD is not None
     _world = Communicator(
-        dist.group.WORLD, name, _watchdog, local_rank=local_rank, local_size=local_size, hosts=met.hosts
+        dist.group.WORLD, name, _watchdog, local_rank=local_rank, local_size=local_size, hosts=met.hosts, key=met.key
     )
-    _watchdog.start(name, met.ends_the_store)
+    _watchdog.start(name, met.ends_the_store or (name == "nccl" and met.info.rank == 0))
+    if met.key is not None:
+        _signed = torch_objects.signed(met.key)
+        _signed.enter()
     _rendezvous = met
     return _world
 
@@ -85,7 +92,7 @@ def _seconds(timeout: float | timedelta | None) -> float:
     name = environment.TIMEOUT if timeout is None else "timeout"
     given = os.environ.get(environment.TIMEOUT) if timeout is None else timeout
     if given is None:
-        return DEFAULT_TIMEOUT
+        return environment.DEFAULT_TIMEOUT
     try:
         seconds = given.total_seconds() if isinstance(given, timedelta) else float(given)
     except (TypeError, ValueError):
@@ -99,6 +106,13 @@ def _join(met: Rendezvous, name: str, seconds: float) -> None:
     """Make torch's default process group."""
     torch_name = name
     if name == "nccl":
+        from unisono.torch_compat import forked_after_cuda
+
+        if forked_after_cuda():
+            raise UsageError(
+                "this rank was forked from a process that had initialised CUDA, as torch.cuda.is_available() does "
+                "before unisono is imported: import unisono first, or start the program with `unisono run`"
+            )
         torch.cuda.set_device((met.info.local_rank or 0) % torch.cuda.device_count())
         torch_name = "cpu:gloo,cuda:nccl"
     elif name == "mpi":
@@ -106,9 +120,10 @@ def _join(met: Rendezvous, name: str, seconds: float) -> None:
 
         library.register()
         torch_name = library.BACKEND
+    store = native_store(met) if name == "nccl" and met.key is not None else met.store
     dist.init_process_group(
         torch_name,
-        store=dist.PrefixStore("unisono/torch", met.store),
+        store=dist.PrefixStore("unisono/torch", store),
         rank=met.info.rank,
         world_size=met.info.size,
         timeout=timedelta(seconds=seconds + MARGIN),
@@ -119,7 +134,8 @@ def _join(met: Rendezvous, name: str, seconds: float) -> None:
 
 
 def _await_joins(met: Rendezvous) -> None:
-    """gloo connects ranks one after the other: were this one gone before all are done, theirs would fail."""
+    """gloo connects ranks one after the other: were this one gone before all are done, theirs would fail. A program may
+    end at once, without `shutdown`."""
     deadline = time.monotonic() + JOINING
     with contextlib.suppress(RuntimeError):  # the store may be gone
         while met.store.add(_JOINED, 0) < met.info.size and time.monotonic() < deadline:
@@ -128,12 +144,16 @@ def _await_joins(met: Rendezvous) -> None:
 
 def shutdown() -> None:
     """Leave the world; `init` may then be called again."""
-    global _world, _watchdog, _rendezvous
+    global _world, _watchdog, _rendezvous, _signed
     if _world is None:
         return
     assert _watchdog is not None
     assert _rendezvous is not None
+    if _signed is not None:
+        _signed.leave()
+        _signed = None
     _watchdog.stop()
+    atexit.unregister(_await_joins)
     _await_joins(_rendezvous)
     dist.destroy_process_group()
     _rendezvous.close()
@@ -181,7 +201,7 @@ def _simulated(rank: int, size: int) -> Iterator[Communicator]:
     dist.init_process_group("fake", store=store, rank=rank, world_size=size)
     assert dist.group.WORLD is not None
     name = "nccl" if torch.cuda.is_available() else "gloo"
-    watchdog = Watchdog(store, rank, size, DEFAULT_TIMEOUT, False)
+    watchdog = Watchdog(store, rank, size, environment.DEFAULT_TIMEOUT, False)
     options = {"local_rank": 0, "local_size": 1, "hosts": ["here"] * size, "make_transport": SimulatedTransport}
     _world = Communicator(dist.group.WORLD, name, watchdog, **options)  # type: ignore[arg-type]
     try:

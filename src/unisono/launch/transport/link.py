@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from unisono.launch.transport.wire import Message, Wire
+from unisono.launch.worker.pool import folder_prefix
 
 _ERRORS_KEPT = 1 << 16
 
@@ -136,9 +140,12 @@ class AgentLinks:
                 link.wire.close_sending()
 
     def close(self) -> None:
-        """Close all file descriptors."""
+        """Close all file descriptors, and remove what agents of this host have left, if they were killed."""
         self._selector.close()
         for link in self.all:
+            if link.is_local and "pid" in link.hello:
+                for left in Path(tempfile.gettempdir()).glob(f"{folder_prefix(link.hello['pid'])}*"):
+                    shutil.rmtree(left, ignore_errors=True)
             link.wire.close()
             if link.process is not None and link.process.stderr is not None:
                 link.process.stderr.close()
@@ -171,6 +178,6 @@ def end_group(process: subprocess.Popen[bytes], signum: int = signal.SIGKILL) ->
         process.wait(timeout=2)
 
 
-def agent_command(python: str = sys.executable) -> list[str]:
+def agent_command(python: str = sys.executable, module: str = "node_agent") -> list[str]:
     """With -P, so that no file in the working directory shadows a module that the agent needs."""
-    return [python, "-P", "-m", "unisono.launch.agent.node_agent"]
+    return [python, "-P", "-m", f"unisono.launch.agent.{module}"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import ipaddress
 import os
 import socket
 import struct
@@ -17,6 +19,27 @@ def listen(address: str, port: int, backlog: int = 2048) -> socket.socket:
     """A listening socket on address ("" is every interface); port 0 lets the system choose."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=backlog)
+
+
+def listen_at(address: str, port: int) -> socket.socket:
+    """A listening socket on an address by which other hosts know this one: on every interface where it is a name, which
+    may stand for another address here, or where no interface has it."""
+    try:
+        return listen(str(ipaddress.ip_address(address)), port)
+    except ValueError:
+        pass
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+    return listen("::" if ":" in address else "", port)
+
+
+def reserve_port() -> socket.socket:
+    """A socket that keeps a free port for a program of this host, which may listen there while this one does not."""
+    reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("", 0))
+    return reserved
 
 
 def source_address(towards: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from unisono.errors import PreflightError
 from unisono.launch.job import LaunchJob
@@ -113,8 +114,7 @@ def launcher_address(links: AgentLinks) -> str | None:
 
 def open_store_port(job: LaunchJob, links: AgentLinks, master: AgentLink, address: str) -> int:
     """Have the master's host listen for the job's store; return the port."""
-    interface = "127.0.0.1" if address == "127.0.0.1" else "::" if ":" in address else ""
-    request: Message = {"do": "listen", "name": "store", "address": interface, "port": job.master_port}
+    request: Message = {"do": "listen", "name": "store", "address": address, "port": job.master_port}
     answers = links.request([(master, request)], "listening", time.monotonic() + job.start_timeout)
     answer = answers.get(master, {})
     if "port" not in answer:
@@ -126,6 +126,25 @@ def open_store_port(job: LaunchJob, links: AgentLinks, master: AgentLink, addres
             }
         )
     return int(answer["port"])
+
+
+def reserve_port(job: LaunchJob, links: AgentLinks, master: AgentLink) -> int:
+    """Have the master's host keep a port for programs that open a store of torch's there; return it."""
+    request: Message = {"do": "reserve"}
+    answers = links.request([(master, request)], "reserved", time.monotonic() + job.start_timeout)
+    if "port" not in answers.get(master, {}):
+        raise PreflightError({master.host: "its agent stopped answering"})
+    return int(answers[master]["port"])
+
+
+def keep_secret(job: LaunchJob, links: AgentLinks, folder: Path, secret: bytes) -> None:
+    """Have every host keep the job's secret in a new folder, until its agent ends."""
+    request: Message = {"do": "keep", "folder": str(folder), "secret": secret.hex()}
+    deadline = time.monotonic() + job.start_timeout
+    answers = links.request([(link, request) for link in links], "kept", deadline)
+    problems = {link.host: answers.get(link, {}).get("problem", "its agent stopped answering") for link in links}
+    if any(problems.values()):
+        raise PreflightError({host: problem for host, problem in problems.items() if problem})
 
 
 def require_reach(links: AgentLinks, master: AgentLink, address: str, port: int) -> None:
