@@ -5,6 +5,9 @@ Every message has what was given, what was expected and what to do.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class UnisonoError(Exception):
     """The root of all errors that unisono raises on purpose."""
@@ -60,3 +63,9 @@ class MissingPackageError(UnisonoError, ImportError):
 
     def __init__(self, package: str, purpose: str, extra: str) -> None:
         super().__init__(f"{purpose} needs the package {package!r}; run: pip install 'unisono[{extra}]'")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """ " (did you mean NAME?)" with the known name that is nearest to a word; "" if none is near."""
+    near = get_close_matches(word, list(known), 1)
+    return f" (did you mean {near[0]}?)" if near else ""

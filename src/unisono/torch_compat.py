@@ -53,6 +53,7 @@ __all__ = [
     "foreach_copy_",
     "foreach_mul_",
     "foreach_norm",
+    "forked_after_cuda",
     "function_modes",
     "global_optimizer_post_hooks",
     "global_optimizer_pre_hooks",
@@ -103,6 +104,11 @@ def no_function_modes(but: Collection[Any] = ()) -> Iterator[None]:
         pop_function_modes(0)
         for mode in reversed(modes):
             torch._C._push_on_torch_function_stack(mode)
+
+
+def forked_after_cuda() -> bool:
+    """Whether this process was forked from one that had initialised CUDA, and so cannot use it."""
+    return bool(torch.cuda._is_in_bad_fork())
 
 
 def pop_function_modes(left: int) -> list[Any]:

@@ -70,7 +70,7 @@ class PatchSet:
     """Attributes of torch that are replaced together. It may be entered several times, from several threads."""
 
     def __init__(self, replacements: Mapping[Target, Any], *, why: str, until: str) -> None:
-        """replacements: functions, or classmethods of classes."""
+        """replacements: functions or classes, and of a class also classmethods and other descriptors."""
         self.why, self.until = why, until
         self._new: dict[Any, dict[str, Any]] = {}  # by owner and name
         self._before: dict[Any, dict[str, Any]] = {}
@@ -180,7 +180,7 @@ def on_patched_call(observe: Observer) -> Iterator[None]:
 
 
 def _entry(owner: Any, name: str, replacement: Any) -> Any:
-    if isinstance(replacement, classmethod):
+    if isinstance(replacement, type) or not callable(replacement):  # classmethods and other descriptors
         return replacement
     return observed(original(owner, name), replacement)
 

@@ -5,10 +5,37 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+import torch.utils.data
 
 import unisono as uni
+
+
+class Samples(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        parent = os.getppid()
+        while index == 3 and os.getppid() == parent:  # and no longer: nobody ends what the rank leaves
+            time.sleep(0.1)
+        return index
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ValueError("bad sample 17")  # LINE: backward
+
+
+def fail(*given: Any) -> None:
+    raise ValueError("bad sample 17")  # LINE: hook
 
 
 def main(scenario: str, timeout: float, odd: int, seat: Mapping[str, str] | None = None) -> None:
@@ -20,7 +47,7 @@ def main(scenario: str, timeout: float, odd: int, seat: Mapping[str, str] | None
     if scenario == "busy":
         in_torch_all_the_time(comm.rank, 1.5 * timeout)
         return
-    if scenario in ("crossed", "group"):
+    if scenario in ("crossed", "group", "opposite"):
         in_groups(comm, scenario, odd)
         return
     if scenario in ("brief", "brief shutdown"):
@@ -62,6 +89,17 @@ def main(scenario: str, timeout: float, odd: int, seat: Mapping[str, str] | None
         return
     elif scenario == "sleep":
         time.sleep(1000)  # LINE: sleep
+    elif scenario == "loop":
+        while True:  # LINE: loop
+            pass  # LINE: loop body
+    elif scenario == "loader":
+        list(torch.utils.data.DataLoader(Samples(), num_workers=1))  # LINE: loader
+    elif scenario == "backward":
+        Fails.apply(torch.ones(2, requires_grad=True)).sum().backward()
+    elif scenario == "hook":
+        layer = torch.nn.Linear(2, 2)
+        layer.register_full_backward_hook(fail)
+        layer(torch.ones(1, 2, requires_grad=True)).sum().backward()
     elif scenario == "raise":
         raise ValueError("bad sample 17")  # LINE: raise
     elif scenario == "torch":
@@ -96,7 +134,8 @@ def without_one(comm: uni.Communicator, odd: int) -> None:
 
 
 def in_groups(comm: uni.Communicator, scenario: str, odd: int) -> None:
-    """Asynchronous calls on two groups of the same ranks: crossed, which is allowed, or different, which is not."""
+    """Asynchronous calls on two groups of the same ranks: crossed, which is allowed, or different, which is not.
+    Opposite: in calls that block."""
     one, other = comm.subgroup(range(4)), comm.subgroup(range(4))
     x, y = torch.ones(1024), torch.ones(8)
     if scenario == "crossed":
@@ -109,6 +148,12 @@ def in_groups(comm: uni.Communicator, scenario: str, odd: int) -> None:
         assert y.tolist() == [64.0] * 8
         print("crossed and well", flush=True)
         uni.shutdown()
+        return
+    if scenario == "opposite":
+        if comm.rank == odd:
+            other.all_reduce(y)  # LINE: opposite odd
+        one.all_reduce(x)  # LINE: opposite
+        other.all_reduce(y)
         return
     handle = other.all_reduce(x, async_op=True) if comm.rank != odd else None  # LINE: group
     if handle is None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.comm import expectation
-from unisono.comm.reduction import OPS, plan_reduction
+from unisono.comm.reduction import OPS, op_named, plan_reduction
 from unisono.errors import UsageError
 
 WIRE_STEP = {
@@ -87,6 +87,7 @@ def test_premul_factor_may_be_a_tensor_and_must_be_there() -> None:
 
 
 def test_unknown_names() -> None:
+    assert op_named("prod") == op_named("product") == "product"
     with pytest.raises(UsageError, match="no reduction 'mean'"):
         plan_reduction("mean", torch.float32)
     with pytest.raises(UsageError, match="float8_e5m2 cannot be reduced"):

@@ -32,6 +32,10 @@ CERTAIN = {
     "shutdown": r"rank 3 has left the world \(uni\.shutdown\)",
     "sleep": rf"rank 3 has not entered any collective since #1 and is at {line('sleep')}",
     "raise": rf"rank 3 has raised ValueError: bad sample 17 at {line('raise')} and exited",
+    "loop": rf"rank 3 has not entered any collective since #1 and is at ({line('loop')}|{line('loop body')})",
+    "loader": rf"rank 3 has not entered any collective since #1 and is at {line('loader')}",
+    "hook": rf"rank 3 has raised ValueError: bad sample 17 at {line('hook')} and exited",
+    "backward": rf"rank 3 has raised ValueError: bad sample 17 at {line('backward')} and exited",
     "receive": rf"rank 3 is in recv from rank 0 #1 float32\[1024\] at {line('receive')}",
 }
 CHECKED = {
@@ -45,7 +49,8 @@ CHECKED = {
 
 
 WELL = ("crossed", "busy", "left early")  # scenarios in which nothing is wrong
-GONE = ("exit", "late exit", "raise", "shape", "shutdown", "long message")  # in which one rank ends as it likes
+RAISING = ("raise", "hook", "backward")
+GONE = (*RAISING, "exit", "late exit", "shape", "shutdown", "long message")  # in which one rank ends as it likes
 
 
 def run(backend: str, scenario: str, folder: Path, timeout: float, odd: int = 3) -> str:
@@ -73,13 +78,22 @@ def reports(output: str) -> list[str]:
 @pytest.mark.parametrize("scenario", CERTAIN)
 def test_a_hang_is_told_in_one_sentence(backend: str, scenario: str, tmp_path: Path) -> None:
     output = run(backend, scenario, tmp_path, timeout=2.0)
-    if (backend, scenario) == ("mpi", "raise"):
+    if backend == "mpi" and scenario in RAISING:
         assert "ValueError: bad sample 17" in output
         # MPI may end the job, with the traceback, before anyone waited for long; rank 0 and its store among the first.
         if not reports(output) or "and with it the store" in output:
             return
     (report,) = reports(output)
     assert re.fullmatch(rf"{ALL}; {CERTAIN[scenario]}", report), output
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_groups_in_opposite_order_are_told(backend: str, tmp_path: Path) -> None:
+    (report,) = reports(run(backend, "opposite", tmp_path, timeout=2.0))
+    one, other = (f"in group {number} of ranks 0,1,2,3" for number in (1, 2))
+    waits = rf"ranks 0,1,2 wait in all_reduce #1 float32\[1024\] at {line('opposite')} {one}"
+    assert re.fullmatch(rf"{waits}; rank 3 is in all_reduce #1 float32\[8\] at {line('opposite odd')} {other}", report)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +17,16 @@ from torch import nn
 
 import unisono as uni
 from tests import warm
+from tests.faults import program
 from tests.faults.test_kills import PROGRAM, wait_for_step
 from tests.launch import namespaces
 from tests.launch.harness import Run, wait_for, write_script
 from tests.launch.namespaces import Hosts
+from tests.ranks import RankPool
 from unisono.errors import UsageError
 from unisono.launch import environment, hosts, launcher
 from unisono.launch.job import SCRIPT, Entrypoint, LaunchJob
+from unisono.launch.outcome.failure import RESUMABLE
 
 STEPS = 12
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
@@ -36,6 +41,12 @@ def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         pytest.skip(f"no two hosts on this machine: {reason}")
     with namespaces.two_hosts(tmp_path_factory.mktemp("hosts")) as made:
         yield made
+
+
+def agent_of(folder: Path, rank: int) -> int:
+    """The process whose child the rank is."""
+    pid = (folder / f"at.{rank}").read_text().split()[0]
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def on_two_hosts(made: Hosts, folder: Path, *arguments: str) -> Run:
@@ -71,6 +82,39 @@ def test_the_job_goes_on_without_a_host_that_is_gone(two_hosts: Hosts, tmp_path:
 
 @pytest.mark.thorough
 @pytest.mark.hosts
+def test_a_host_that_is_back_is_taken_back(
+    two_hosts: Hosts, tmp_path: Path, pools: Callable[[str, int], RankPool]
+) -> None:
+    """With the parameters, at the end, of a job that was stopped at the same steps and resumed with as many ranks."""
+    folder, plan = tmp_path / "run", "dp={ranks},zero=1"
+    options = ("--elastic", "2:4", "--max-restarts", "3", "-H", "node0:2,node1:2")
+    run = on_two_hosts(two_hosts, tmp_path, *options, PROGRAM, str(folder), plan, "stay:7,hold:9", str(STEPS))
+    with run.started() as process:
+        wait_for_step(folder, 7, 4)
+        two_hosts.kill_second()
+        wait_for(folder / "held.0", process)
+        two_hosts.revive_second()
+        out, output = process.communicate(timeout=240)
+        assert run.left_running() == []
+    assert process.returncode == 0, out + output
+    assert [line for line in output.splitlines() if not line.startswith("[")] == [
+        "host node1 is lost (its agent was lost); continuing with 2 ranks on node0: restart 1 of 3",
+        "host node1 is back; continuing with 4 ranks on node0, node1",
+    ]
+    starts = json.loads((folder / "run.json").read_text())["starts"]
+    assert [start["world"] for start in starts] == [4, 2, 4]
+    first, second = (start["first_step"] for start in starts[1:])
+    assert first in (5, 10), "a checkpoint of before the loss"
+    assert second >= 9, "saved when the host came back"
+    steps = [json.loads(line)["step"] for line in (folder / "steps.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, STEPS + 1))
+    parts = ((4, first), (2, second), (4, STEPS))
+    again = [pools("gloo", n).run(program.trained, str(tmp_path / "again"), plan, "none", end)[0] for n, end in parts]
+    assert f"step {STEPS} done: {again[-1][0]}" in out
+
+
+@pytest.mark.thorough
+@pytest.mark.hosts
 def test_a_host_that_falls_silent_is_noticed(two_hosts: Hosts, tmp_path: Path) -> None:
     """The first of the list, where the ranks' store was."""
     folder = tmp_path / "run"
@@ -87,6 +131,22 @@ def test_a_host_that_falls_silent_is_noticed(two_hosts: Hosts, tmp_path: Path) -
     assert f"step {STEPS} done" in out
     steps = [json.loads(line)["step"] for line in (folder / "steps.jsonl").read_text().splitlines()]
     assert steps == list(range(1, STEPS + 1))
+
+
+@pytest.mark.thorough
+@pytest.mark.hosts
+def test_sigterm_to_an_agent_ends_the_job_on_all_hosts(two_hosts: Hosts, tmp_path: Path) -> None:
+    """Also where its ranks have saved and ended well: the other host's agent would wait for it."""
+    folder = tmp_path / "run"
+    options = ("--max-restarts", "3", "-H", "node0:1,node1:1")
+    run = on_two_hosts(two_hosts, tmp_path, *options, PROGRAM, str(folder), "dp=2", "none", "100000")
+    with run.started() as process:
+        wait_for_step(folder, 7, 2)
+        os.kill(agent_of(folder, 1), signal.SIGTERM)
+        out, output = process.communicate(timeout=120)
+        assert run.left_running() == []
+    assert process.returncode == RESUMABLE, out + output
+    assert "stopped by SIGTERM to a rank" in output
 
 
 STAYS = "import os, pathlib, time\npathlib.Path('up.' + os.environ['RANK']).touch()\ntime.sleep(1000)\n"
@@ -128,6 +188,33 @@ def test_job_without_lost_hosts() -> None:
     assert launcher.why_not_continue(left, further, 4) == "1 rank on c could continue, but --max-restarts 3 is used up"
     nothing = launcher.without_hosts(further, {"c": "x"})
     assert launcher.why_not_continue(left, nothing, 3) == "no host is left to continue on"
+
+
+def test_job_with_a_host_that_is_back() -> None:
+    full = job("a:2,b:2,c:1", None)
+    left = launcher.without_hosts(launcher.without_hosts(full, {"b": "x"}), {"c": "y"})
+    more = launcher.with_hosts(left, full, ["b"])
+    assert [(each.host.name, each.first_rank, each.count) for each in more.placements] == [("a", 0, 2), ("b", 2, 2)]
+    assert more.environment[environment.LOST_HOSTS] == "c"
+    assert launcher.describe_return(["b"], more) == "host b is back; continuing with 4 ranks on a, b"
+    assert environment.LOST_HOSTS not in launcher.with_hosts(more, full, ["c"]).environment
+    assert launcher.why_not_continue(more, left, 4) == "", "its return was not one of the 3 restarts"
+
+
+def test_the_agent_of_this_host_is_started_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (temporary := tmp_path / "tmp").mkdir()
+    words = ["run", "-n", "2", "--max-restarts", "1", PROGRAM, str(folder), "dp=2", "hold:7", str(STEPS)]
+    run = Run(words, tmp_path, {"TMPDIR": str(temporary)})
+    with run.started() as process:
+        wait_for_step(folder, 7, 2)
+        os.kill(agent_of(folder, 0), signal.SIGKILL)
+        out, output = process.communicate(timeout=120)
+        assert run.left_running() == []
+    assert process.returncode == 0, out + output
+    assert "restart 1 of 1" in output
+    assert list(temporary.glob("unisono-*")) == []
+    assert f"step {STEPS} done" in out
 
 
 def test_spare_hosts_take_the_place_of_the_lost() -> None:

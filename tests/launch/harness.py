@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -69,15 +70,19 @@ class Run:
         try:
             yield process
         finally:
-            for pid in [*self.running(), process.pid]:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
+            self.end()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
             process.wait()
             for stream in (process.stdout, process.stderr):
                 if stream is not None:
                     stream.close()
+
+    def end(self) -> None:
+        """Kill all that is left of it."""
+        for pid in self.running():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def running(self) -> list[int]:
         """Living processes with this run's mark."""

@@ -42,6 +42,7 @@ def why_not() -> str | None:
 class Hosts:
     folder: Path
     namespaces: tuple[str, str]
+    daemons: list[subprocess.Popen[bytes]]
 
     @property
     def ssh(self) -> str:
@@ -62,9 +63,16 @@ class Hosts:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signum)
 
+    def revive_second(self) -> None:
+        """The second host has started again."""
+        self.daemons.append(_sshd(self.folder, self.namespaces[1], ADDRESSES[1]))
+
     def cut_cable(self) -> None:
         """The hosts are there, but neither hears the other any more, and nobody tells them."""
         _do("ip", "-n", self.namespaces[1], "link", "set", _ends()[1], "down")
+
+    def mend_cable(self) -> None:
+        _do("ip", "-n", self.namespaces[1], "link", "set", _ends()[1], "up")
 
 
 @contextmanager
@@ -77,7 +85,7 @@ def two_hosts(folder: Path) -> Iterator[Hosts]:
         _client_config(folder)
         for name, address in zip(names, ADDRESSES, strict=True):
             daemons.append(_sshd(folder, name, address))
-        hosts = Hosts(folder, names)
+        hosts = Hosts(folder, names, daemons)
         _wait_until_up(hosts)
         yield hosts
     finally:

@@ -74,3 +74,11 @@ def test_elsewhere_only_the_last_state_is_written(monkeypatch: pytest.MonkeyPatc
         console.write(0, "out", shard)
     console.flush()
     assert file.getvalue() == "[0] train 100%\n"
+
+
+def test_a_quiet_one_shows_why_the_job_failed_and_no_messages(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(quiet=True)
+    console.message("restart 1 of 2")
+    console.write(0, "out", "a line\n")
+    console.error("rank 1 failed")
+    assert capsys.readouterr() == ("[0] a line\n", "rank 1 failed\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -16,6 +17,7 @@ from tests.launch.harness import MARK, Run, wait_for, write_script
 from unisono.launch.agent.elastic import NodeRendezvous
 from unisono.launch.job import SCRIPT, Entrypoint, NodeJob
 from unisono.launch.transport.link import AgentLinks, agent_command
+from unisono.launch.worker import stacks
 
 # Every rank ignores SIGTERM and has a child in a session of its own, whose parent then dies.
 STAY = """
@@ -26,7 +28,8 @@ if sys.argv[1] == "stubborn":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 subprocess.run(["sh", "-c", "setsid sleep 1000 & exit 0"])
 try:
-    pathlib.Path(f"up.{rank}").touch()  # whoever sees it may interrupt from here on
+    pathlib.Path(f"up.{rank}.new").write_text(str(os.getpid()))
+    os.rename(f"up.{rank}.new", f"up.{rank}")  # whoever sees it may interrupt from here on
     time.sleep(1000)
 except KeyboardInterrupt:
     pathlib.Path(f"interrupted.{rank}").touch()
@@ -54,22 +57,25 @@ def test_a_signal_to_the_launcher_ends_everything(
     tmp_path: Path, backend: str, signum: signal.Signals, how: str
 ) -> None:
     write_script(tmp_path, STAY)
-    run = Run(["run", "-n", "2", "--backend", backend, "script.py", how], tmp_path)
+    run = Run(["run", "-n", "2", "--backend", backend, "--json", "script.py", how], tmp_path)
     with run.started() as process:
         for rank in range(2):
             wait_for(tmp_path / f"up.{rank}", process)
         os.kill(process.pid, signum)
-        _, output = process.communicate(timeout=30)
+        printed, output = process.communicate(timeout=30)
         assert run.left_running() == []
     if signum == signal.SIGKILL:
         assert process.returncode == -signal.SIGKILL
     else:
         assert process.returncode == 128 + signum
         assert output == f"stopped by {signum.name}; all ranks have ended\n"
+        end = {"exit_code": 128 + signum, "restarts": 0, "failed_rank": None, "reason": output.strip()}
+        assert json.loads(printed.splitlines()[-1]) == end
     interrupted = sorted(path.name for path in tmp_path.glob("interrupted.*"))
     assert interrupted == (["interrupted.0", "interrupted.1"] if how == "polite" else [])
 
 
+@pytest.mark.thorough
 def test_a_lost_agent_is_reported_and_its_ranks_end(tmp_path: Path) -> None:
     write_script(tmp_path, STAY)
     run = Run(["run", "-n", "2", "script.py", "stubborn"], tmp_path, anew=True)
@@ -81,6 +87,59 @@ def test_a_lost_agent_is_reported_and_its_ranks_end(tmp_path: Path) -> None:
         assert run.left_running() == []
     assert process.returncode == 1
     assert output == "the agent on host localhost was lost; its ranks are 0, 1\n"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.thorough)])
+def test_a_signal_to_an_agent_is_not_success(tmp_path: Path, backend: str, signum: signal.Signals) -> None:
+    write_script(tmp_path, STAY)
+    run = Run(["run", "-n", "2", "--backend", backend, "--max-restarts", "1", "script.py", "polite"], tmp_path)
+    with run.started() as process:
+        for rank in range(2):
+            wait_for(tmp_path / f"up.{rank}", process)
+        rank = int((tmp_path / "up.0").read_text())
+        os.kill(_parent_of(rank), signum)
+        _, output = process.communicate(timeout=60)
+        assert run.left_running() == []
+    assert process.returncode == 128 + signum
+    assert output == f"{signum.name} was sent to the agent on host localhost; its ranks have ended\n"
+
+
+FITS = """
+import os, pathlib, sys
+import torch
+import unisono as uni
+
+class Signal(uni.Callback):
+    def on_step(self, engine, info):
+        up = f"up.{os.environ['RANK']}"
+        if not os.path.exists(up):
+            pathlib.Path(up + ".new").write_text(str(os.getpid()))
+            os.rename(up + ".new", up)
+
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+engine = uni.Engine(lambda: torch.nn.Linear(4, 1), torch.nn.functional.mse_loss,
+                    lambda p: torch.optim.SGD(p, lr=0.01), plan="dp=2")
+saves = {"save": "run"} if sys.argv[1] == "saves" else {}
+history = engine.fit(data, batch_size=8, epochs=100000, callbacks=[Signal()], **saves)
+print("went on after", history.stopped)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("how", "code"), [("saves", 75), ("plain", 143)])
+def test_a_rank_that_is_asked_to_stop_is_not_success(tmp_path: Path, backend: str, how: str, code: int) -> None:
+    write_script(tmp_path, FITS)
+    run = Run(["run", "-n", "2", "--backend", backend, "--max-restarts", "1", "script.py", how], tmp_path)
+    with run.started() as process:
+        wait_for(tmp_path / "up.1", process)
+        os.kill(int((tmp_path / "up.1").read_text()), signal.SIGTERM)
+        printed, output = process.communicate(timeout=60)
+        assert run.left_running() == []
+    assert printed.count("went on after asked to stop (SIGTERM)") == 2
+    assert process.returncode == code
+    assert "stopped by SIGTERM to a rank: fit ended after step " in output.splitlines()[-1]
+    assert ("saved in run" in output.splitlines()[-1]) == (how == "saves")
 
 
 def test_output_that_nobody_reads_any_more_ends_the_job(tmp_path: Path) -> None:
@@ -100,6 +159,10 @@ def test_what_a_finished_job_left_running_is_swept(tmp_path: Path) -> None:
     write_script(tmp_path, "import subprocess; subprocess.Popen(['setsid', 'sleep', '1000'])")
     run = Run(["run", "-n", "1", "script.py"], tmp_path)
     assert run.finish().returncode == 0
+
+
+def _parent_of(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def _agent_of(launcher: int) -> int:
@@ -180,3 +243,36 @@ def test_the_first_node_keeps_the_store_until_the_others_know_the_end() -> None:
     second.exit_barrier()
     waiting.join(timeout=20)
     assert not waiting.is_alive()
+
+
+UNEVEN = """
+import os, pathlib, signal, subprocess, sys, time
+import unisono as uni
+comm = uni.init()
+comm.barrier()
+maps = pathlib.Path("/proc/self/maps").read_text().split()
+pathlib.Path(f"segments.{comm.rank}").write_text(" ".join({word for word in maps if "mpich_shm" in word}))
+if comm.rank == 1:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    subprocess.run(["sh", "-c", "setsid sleep 1000 & exit 0"])
+pathlib.Path(f"up.{comm.rank}").touch()
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("how", ["launcher", pytest.param("rank", marks=pytest.mark.thorough)])
+def test_a_killed_mpi_job_leaves_nothing(tmp_path: Path, how: str) -> None:
+    """mpiexec kills all agents once one has ended: that of rank 0, long before that of rank 1."""
+    pytest.importorskip("mpi4py")
+    write_script(tmp_path, UNEVEN)
+    run = Run(["run", "-n", "2", "--backend", "mpi", "script.py"], tmp_path)
+    with run.started() as process:
+        for rank in range(2):
+            wait_for(tmp_path / f"up.{rank}", process)
+        segments = (tmp_path / "segments.0").read_text().split()
+        assert all(map(os.path.exists, segments))
+        assert segments
+        (rank_0,) = (each.pid for each in stacks.ranks_here() if each.rank == 0 and each.launcher == process.pid)
+        os.kill(process.pid if how == "launcher" else rank_0, signal.SIGKILL)
+        assert run.left_running(20) == []
+    assert not any(map(os.path.exists, segments))

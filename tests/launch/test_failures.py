@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -187,9 +188,11 @@ dist.barrier()
 
 def test_restarts_until_it_works(tmp_path: Path) -> None:
     write_script(tmp_path, RECOVERS)
-    done = Run(["run", "-n", "3", "--max-restarts", "3", "script.py", "2"], tmp_path).finish()
+    done = Run(["run", "-n", "3", "--max-restarts", "3", "--json", "script.py", "2"], tmp_path).finish()
     assert done.returncode == 0
-    assert done.stdout.splitlines() == [f"[1] attempt {i} 3" for i in range(3)]
+    *lines, end = done.stdout.splitlines()
+    assert lines == [f"[1] attempt {i} 3" for i in range(3)]
+    assert json.loads(end) == {"exit_code": 0, "restarts": 2, "failed_rank": None, "reason": ""}
     assert done.stderr.splitlines() == [
         f"restart {i + 1} of 3: rank 1 failed (exit code 1): ValueError: attempt {i}" for i in range(2)
     ]
@@ -197,8 +200,11 @@ def test_restarts_until_it_works(tmp_path: Path) -> None:
 
 def test_restarts_run_out(tmp_path: Path) -> None:
     write_script(tmp_path, RECOVERS)
-    done = Run(["run", "-n", "2", "--max-restarts", "1", "script.py", "9"], tmp_path).finish()
+    done = Run(["run", "-n", "2", "--max-restarts", "1", "--json", "script.py", "9"], tmp_path).finish()
     assert done.returncode == 1
+    reason = "rank 1 failed (exit code 1): ValueError: attempt 1"
+    end = {"exit_code": 1, "restarts": 1, "failed_rank": 1, "reason": reason}
+    assert json.loads(done.stdout.splitlines()[-1]) == end
     assert done.stderr.splitlines()[0] == "restart 1 of 1: rank 1 failed (exit code 1): ValueError: attempt 0"
     assert done.stderr.splitlines()[-1] == "ValueError: attempt 1"
     assert done.stderr.count("Traceback") == 1

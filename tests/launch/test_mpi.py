@@ -80,6 +80,7 @@ def test_first_failure_alone(tmp_path: Path, variables: dict[str, str], how: str
     assert done.stderr.count("rank ") == 1
 
 
+@pytest.mark.thorough
 def test_restart(tmp_path: Path, variables: dict[str, str]) -> None:
     write_script(tmp_path, SCRIPT)
     arguments = ["run", "-n", "3", "--backend", "mpi", "--max-restarts", "2", "script.py", "again"]

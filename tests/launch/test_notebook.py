@@ -42,6 +42,7 @@ def outputs(cell: Any) -> tuple[list[str], str, Any]:
     return shown, text, result
 
 
+@pytest.mark.thorough
 def test_progress_is_one_line(cells: list[Any]) -> None:
     shown, text, _ = outputs(cells[1])
     assert len(shown) == 1

@@ -125,6 +125,7 @@ print("well", os.environ["UNISONO_ATTEMPT"])
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rank", [0, 3])
 def test_the_first_failure_names_its_host(hosts: Hosts, tmp_path: Path, rank: int) -> None:
     write_script(tmp_path, FAILS)
@@ -136,6 +137,7 @@ def test_the_first_failure_names_its_host(hosts: Hosts, tmp_path: Path, rank: in
     assert done.stderr.count("Traceback") == 1
 
 
+@pytest.mark.thorough
 def test_all_hosts_restart_when_one_fails(hosts: Hosts, tmp_path: Path) -> None:
     write_script(tmp_path, FAILS)
     arguments = ("--max-restarts", "2", "-H", "node0:1,node1:2", "script.py", "2", "2")
@@ -213,6 +215,7 @@ def test_no_python_there(hosts: Hosts, tmp_path: Path) -> None:
     assert done.stderr.endswith("  node1: no python at /nowhere/python there; give its path with --python\n")
 
 
+@pytest.mark.thorough
 def test_a_python_without_unisono_or_with_another_version(hosts: Hosts, tmp_path: Path) -> None:
     write_script(tmp_path, "")
     bare = tmp_path / "bare"
@@ -260,7 +263,7 @@ def test_the_script_must_be_there(hosts: Hosts, tmp_path: Path) -> None:
 
 
 def test_a_taken_master_port(hosts: Hosts, tmp_path: Path) -> None:
-    write_script(tmp_path, "import os; print(os.environ['MASTER_PORT'])")
+    write_script(tmp_path, "import os; print(os.environ['UNISONO_STORE'].split()[1])")
     with socket.create_server(("127.0.0.1", 0)) as door:
         port = str(door.getsockname()[1])
         done = Run(["run", "-n", "1", "--master-port", port, "script.py"], tmp_path).finish()
@@ -282,6 +285,7 @@ def test_a_master_that_others_cannot_reach(hosts: Hosts, tmp_path: Path) -> None
     assert not (tmp_path / "started").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("flavour", list(WHERE))
 def test_mpi_over_two_hosts(hosts: Hosts, tmp_path: Path, flavour: str) -> None:
     pytest.importorskip("mpi4py")

@@ -43,6 +43,7 @@ threading.Thread(target=lambda: print("from a thread")).start()
 """
 
 
+@pytest.mark.thorough
 def test_a_rank_is_like_a_process_of_its_own(tmp_path: Path) -> None:
     script = write_script(tmp_path, ALL_REDUCE)
     arguments = ["a b", "it's", '"q"', ";ls", "$HOME", "--flag", "-n", "é", ""]
@@ -195,3 +196,16 @@ def test_progress_is_live_on_a_terminal(tmp_path: Path) -> None:
     assert b"\r\x1b[K[0] 90%" in shown
     assert b"\r\x1b[K[0] done\r\n" in shown
     assert shown.count(b"[0] bar") > 2
+
+
+def test_values_of_variables_are_not_shown_by_ps(tmp_path: Path) -> None:
+    write_script(
+        tmp_path,
+        "import os, pathlib, subprocess\n"
+        "assert os.environ['TOKEN'] == 'sesame'\n"
+        "print(subprocess.run(['ps', '-eo', 'args'], capture_output=True, text=True).stdout.count('TOKEN=sesame'))\n"
+        "print(pathlib.Path(f'/proc/{os.environ[\"UNISONO_LAUNCHER\"]}/cmdline').read_text().split('\\0'))\n",
+    )
+    done = Run(["run", "-n", "1", "-x", "TOKEN=sesame", "script.py"], tmp_path, anew=True).finish()
+    assert "'-x', 'TOKEN=******', 'script.py'" in done.stdout, done
+    assert "[0] 0\n" in done.stdout, done

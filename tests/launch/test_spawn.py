@@ -72,6 +72,7 @@ def test_ranks_that_share_cores_do_not_interrupt_each_other() -> None:
         os.sched_setaffinity(0, cores)
 
 
+@pytest.mark.thorough
 def test_after_torch_has_computed_with_threads_here(tmp_path: Path) -> None:
     """In a process with several threads, as tests have one. A rank would wait for threads that the fork left behind, or
     make some of its own, though it shares the machine with others."""
@@ -178,6 +179,7 @@ print(uni.spawn(collect, 2, timeout=30))
 """
 
 
+@pytest.mark.thorough
 def test_a_process_group_that_is_garbage_here_is_not_destroyed_in_ranks(tmp_path: Path) -> None:
     """Its threads are this process's: a rank that joined them would wait forever, or crash."""
     script = write_script(tmp_path, OF_GARBAGE)
@@ -236,6 +238,23 @@ def test_after_cuda_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         uni.spawn(total, 2, args=(1.0,))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("imports", "expected"), [("unisono, torch", "[1.0]"), ("torch", "had initialised CUDA")])
+def test_after_a_look_for_gpus(imports: str, expected: str) -> None:
+    """torch.cuda.is_available() leaves CUDA alone once unisono is imported; otherwise forked ranks are refused."""
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device is visible")
+    program = (
+        f"import {imports}; torch.cuda.is_available(); import unisono\n"
+        "print(unisono.spawn(lambda: unisono.init().all_reduce(torch.ones(1, device='cuda')).item(), 1))"
+    )
+    environment = {name: value for name, value in os.environ.items() if "NVML_BASED" not in name}
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert expected in ended.stdout + ended.stderr
+
+
 @pytest.mark.thorough
 def test_over_mpi() -> None:
     pytest.importorskip("mpi4py")
@@ -248,6 +267,7 @@ def test_over_mpi() -> None:
         uni.spawn(time.sleep, 2, backend="mpi", args=(100,), timeout=1)
 
 
+@pytest.mark.thorough
 def test_over_mpi_from_a_script(tmp_path: Path) -> None:
     pytest.importorskip("mpi4py")
     script = write_script(
@@ -263,6 +283,7 @@ def test_over_mpi_from_a_script(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "[10, 11]\n"), done.stderr
 
 
+@pytest.mark.thorough
 def test_from_a_process_that_has_initialized_mpi(tmp_path: Path) -> None:
     """As Lightning's Trainer does, to ask whether it runs under MPI: forked ranks leave it to their parent."""
     script = tmp_path / "script.py"

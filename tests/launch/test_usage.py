@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -42,6 +43,8 @@ from unisono.launch import environment
         (["-n", "2", "--min-ranks", "1", "ok.py"], "give --elastic too"),
         (["-n", "2", "--max-restarts", "1", "--elastic", "--min-ranks", "3", "ok.py"], "between 1 and the 2 ranks"),
         (["-n", "2", "--max-restarts", "1", "--elastic", "--backend", "mpi", "ok.py"], "--elastic does not work with"),
+        (["--elastic", "2:1", "--max-restarts", "1", "ok.py"], "expected the least and the greatest number of ranks"),
+        (["--elastic", "2:4", "-n", "3", "--max-restarts", "1", "ok.py"], "--elastic 2:4 and -n 3 contradict"),
         (["-n", "1", "--master-port", "70000", "ok.py"], "--master-port 70000"),
         (["-n", "1", "--env", "SURELY_NOT_SET_HERE", "ok.py"], "write NAME=VALUE"),
         (["-n", "1", "--ssh", "ssh 'x", "ok.py"], "cannot be read"),
@@ -133,6 +136,17 @@ def test_doctor_keeps_brackets_and_checks_every_extra(
     assert capsys.readouterr().out == ""
     assert cli.main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["fix"] == lacking[0].fix
+
+
+def test_doctor_knows_which_torch_is_tested() -> None:
+    from unisono.comm import doctor
+
+    assert doctor._torch("2.10.1+cpu").state == doctor.BAD
+    assert doctor._torch("2.13.1+cu130").text == "2.13.1+cu130"
+    assert doctor._torch("2.14.0").text == "2.14.0: newer than 2.13, the newest that unisono is tested with"
+    workflow = (Path(__file__).resolve().parents[2] / ".github" / "workflows" / "release.yml").read_text()
+    versions = re.findall(r'"(2\.\d+)\.\d+"', workflow)
+    assert max([int(part) for part in version.split(".")] for version in versions) == doctor.NEWEST_TORCH
 
 
 def test_nothing_is_suggested_for_an_option_like_no_other(capsys: pytest.CaptureFixture[str]) -> None:

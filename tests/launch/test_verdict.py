@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+import re
 import signal
+from pathlib import Path
 
+import pytest
+
+from unisono import cli
 from unisono.launch.outcome import failure, verdict
+from unisono.launch.outcome.monitor import Outcome
 from unisono.launch.outcome.verdict import RankFailure
 
 
@@ -72,3 +78,29 @@ def test_that_collectives_differ_is_said_only_where_they_do_and_where_it_crashes
     received = reported(signal.SIGABRT, "recv from rank 0 float32[16] at a.py:9").splitlines()
     assert received[1].startswith("rank 2 last began recv from rank 0 float32[16] at a.py:9; ranks 0,1 last began")
     assert received[2] == "(gloo aborts a rank that is sent more elements than the receiving tensor holds)"
+
+
+def test_the_pages_exit_codes_are_those_of_the_code() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "command.md").read_text()
+    rows = re.findall(r"^\| (\d+|128 \+ N|others) \| (.*) \| .* \|$", page, re.M)
+    table = dict(rows)
+    assert len(table) == len(rows)
+    assert table.pop(str(Outcome().code)).startswith("all ranks")
+    assert "exception" in table.pop(str(_failed(0, failure.EXCEPTION, 0).exit_code))
+    assert "wrong use" in table.pop(str(_code_of("run", "--nonsense")))
+    again = table.pop(str(failure.HANG_CODE))
+    assert failure.RESUMABLE == failure.HANG_CODE
+    assert "did not meet" in again
+    assert "has saved" in again
+    assert set(table) > {"128 + N", "others"}
+    for code, meaning in table.items():
+        for name in re.findall(r"SIG[A-Z]+", meaning):
+            killed = _failed(0, verdict.SIGNAL, 0, code=-signal.Signals[name])
+            assert f"{killed.exit_code}" in (code, meaning.partition(" is ")[0].rpartition(" ")[2])
+
+
+def _code_of(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert isinstance(ended.value.code, int)
+    return ended.value.code

@@ -8,6 +8,7 @@ Read in this order:
 - reduction, backends: what each reduction means for each dtype, and what each library can do of it by itself
 - handle: what asynchronous operations return
 - rendezvous/: how ranks find each other; `world.init` joins, `world.simulated` is one rank without the others
+- signatures/: objects are unpickled only if a rank of the job has sent them
 - watchdog/: finds out why a job hangs, and which rank differs
 - traffic: counts the communication of a block; same_data: do all ranks have the same batch; ring: a teaching example
 - bench, bench_command, doctor: `unisono bench comm` and `unisono doctor`

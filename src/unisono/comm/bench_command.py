@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from unisono.errors import UsageError
+from unisono.errors import UsageError, did_you_mean
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _BACKENDS = ("gloo", "nccl", "mpi")
@@ -24,7 +24,7 @@ def add_kind(kinds: Any) -> None:
     add("--sizes", default="1K,64K,1M,64M", metavar="S,S", help="bytes; K, M and G are powers of 1024")
     add("--ops", default="", metavar="OP,OP", help="collectives (default: all)")
     add("--rounds", type=int, default=7, metavar="R", help="rounds of each contender (default: 7)")
-    add("--json", metavar="FILE", help="also write every figure to FILE")
+    add("--json", nargs="?", const="", metavar="FILE", help="print every figure as JSON, or also write them to FILE")
     comm.set_defaults(handler=run)
 
 
@@ -40,10 +40,18 @@ def run(chosen: argparse.Namespace) -> int:
     if chosen.json and not Path(chosen.json).resolve().parent.is_dir():
         raise UsageError(f"--json {chosen.json}: the folder does not exist")
     figures = bench.bench(chosen.n, backends, sizes, ops, chosen.rounds)
-    _show([figure.as_json() for figure in figures])
+    listed = [figure.as_json() for figure in figures]
+    text = json.dumps({"machine": _machine(), "rounds": chosen.rounds, "figures": listed}, indent=1)
+    if chosen.json == "":
+        print(text)
+        return 0
+    _show(listed)
     if chosen.json:
-        data = {"machine": _machine(), "rounds": chosen.rounds, "figures": [f.as_json() for f in figures]}
-        Path(chosen.json).write_text(json.dumps(data, indent=1) + "\n")
+        try:
+            Path(chosen.json).write_text(text + "\n")
+        except OSError as error:
+            raise UsageError(f"--json {chosen.json}: cannot be written: {error.strerror}") from None
+        print(f"wrote {chosen.json}")
     return 0
 
 
@@ -51,7 +59,8 @@ def _words(option: str, text: str, known: tuple[str, ...]) -> list[str]:
     words = text.split(",")
     for word in words:
         if word not in known:
-            raise UsageError(f"{option} {text}: {word!r} is unknown; use some of {', '.join(known)}")
+            near = did_you_mean(word, known)
+            raise UsageError(f"{option} {text}: {word!r} is unknown{near}; use some of {', '.join(known)}")
     return words
 
 

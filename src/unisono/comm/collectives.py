@@ -41,7 +41,7 @@ class Collectives(CommunicatorBase):
         """Every rank's tensor becomes the reduction of all. `factor` is for op="premul_sum"."""
         if self._fast_path is not None and not async_op and factor is None and self._fast_path.all_reduce(tensor, op):
             return tensor
-        self._require_reduction(tensor, op, factor)
+        op = self._checked_reduction(tensor, op, factor)
         transfer = self._transport.all_reduce(tensor, op, factor)
         return self._run("all_reduce", tensor, transfer, tensor, async_op, op_detail(op))
 
@@ -56,7 +56,7 @@ class Collectives(CommunicatorBase):
     ) -> Outcome:
         """The root's tensor becomes the reduction of all; the others keep theirs."""
         self._require_rank("root", root)
-        self._require_reduction(tensor, op, factor)
+        op = self._checked_reduction(tensor, op, factor)
         transfer = self._transport.reduce(tensor, root, op, factor)
         return self._run("reduce", tensor, transfer, tensor, async_op, op_detail(op) + root_detail(root))
 
@@ -138,7 +138,7 @@ class Collectives(CommunicatorBase):
     ) -> Outcome:
         """This rank's part of the reduction: dim 0 is split into equal parts, or into `sizes`. `out` saves memory."""
         parts = self._split_sizes("reduce_scatter", tensor, sizes)
-        self._require_reduction(tensor, op, factor)
+        op = self._checked_reduction(tensor, op, factor)
         out = self._output("reduce_scatter", out, tensor, (parts[self.rank], *tensor.shape[1:]))
         transfer = self._transport.reduce_scatter(out, tensor, parts, op, factor)
         return self._run("reduce_scatter", tensor, transfer, out, async_op, op_detail(op))

@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 from unisono.comm.c10d import C10dTransport
 from unisono.comm.objects import Objects
 from unisono.comm.operation import Transport
+from unisono.comm.signatures.seal import Seal
 from unisono.comm.watchdog.op_log import P2P, describe
 from unisono.comm.watchdog.watchdog import MARGIN, Watchdog
 from unisono.errors import UsageError
@@ -65,6 +66,7 @@ class Communicator(Objects):
         local_size: int,
         hosts: Sequence[str],
         name: str = "world",
+        key: bytes | None = None,
         make_transport: MakeTransport = make_transport,
     ) -> None:
         self.group = group
@@ -78,6 +80,7 @@ class Communicator(Objects):
         self._hosts = tuple(hosts)
         self._children: dict[str, int] = {}
         self._watchdog = watchdog
+        self.seal = Seal(key, name)
         self._log = watchdog.new_log(name, self.ranks)
         self._p2p_log = watchdog.new_log(name + P2P, self.ranks)
         watchdog.group_logs[group] = self._log
@@ -156,6 +159,7 @@ class Communicator(Objects):
             local_size=len(here),
             hosts=self._hosts,
             name=name,
+            key=self.seal.key,
             make_transport=self._make_transport,
         )
 

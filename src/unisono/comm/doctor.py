@@ -23,6 +23,7 @@ import unisono.errors
 GOOD, BAD, ABSENT = "good", "bad", "absent"  # absent: not there, and not needed either
 _MARKS = {GOOD: "[green]✓[/]", BAD: "[red]✗[/]", ABSENT: "[yellow]–[/]"}
 
+NEWEST_TORCH = [2, 13]  # of .github/workflows/release.yml
 _FOR_DEVELOPERS = ("dev", "docs", "peers", "peers-quantum")
 
 
@@ -120,11 +121,18 @@ def _versions() -> Iterator[Finding]:
     python = platform.python_version()
     fits = sys.version_info >= (3, 11)
     yield Finding("python", GOOD if fits else BAD, f"{python} at {sys.executable}", "" if fits else "use Python 3.11+")
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    fits = version >= (2, 11)
-    fix = "" if fits else "pip install 'torch>=2.11'"
-    yield Finding("torch", GOOD if fits else BAD, torch.__version__, fix)
+    yield _torch(torch.__version__)
     yield Finding("unisono", GOOD, unisono.__version__)
+
+
+def _torch(version: str) -> Finding:
+    numbers = _numbers(version)[:2]
+    if numbers < [2, 11]:
+        return Finding("torch", BAD, version, "pip install 'torch>=2.11'")
+    if numbers > NEWEST_TORCH:
+        newest = ".".join(map(str, NEWEST_TORCH))
+        return Finding("torch", GOOD, f"{version}: newer than {newest}, the newest that unisono is tested with")
+    return Finding("torch", GOOD, version)
 
 
 def _cores() -> Iterator[Finding]:

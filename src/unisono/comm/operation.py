@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from unisono.comm import traffic
 from unisono.comm.handle import Awaited, Handle
-from unisono.comm.reduction import Factor, plan_reduction, require_op
+from unisono.comm.reduction import Factor, op_named, plan_reduction
+from unisono.comm.signatures.seal import Seal
 from unisono.comm.watchdog.op_log import OpLog
 from unisono.comm.watchdog.watchdog import Watchdog
 from unisono.errors import CommError, UsageError
@@ -25,6 +26,7 @@ from unisono.errors import CommError, UsageError
 # A tensor, a list of tensors or None, as the method documents; with async_op=True a Handle on it.
 Outcome = Any
 Tensor = torch.Tensor
+_MOST_DIMS = 64  # that torch gives a tensor
 Message = tuple[torch.Tensor, int]  # a tensor, and the rank it goes to or comes from
 
 
@@ -94,6 +96,7 @@ class CommunicatorBase:
     ranks: tuple[int, ...]
     backend: str
     is_simulated: bool
+    seal: Seal
     group: dist.ProcessGroup
     _log: OpLog
     _p2p_log: OpLog
@@ -150,10 +153,12 @@ class CommunicatorBase:
         if tensor.device.type not in ("cpu", "cuda") and not (tensor.is_meta and self.is_simulated):
             raise UsageError(f"a tensor on {tensor.device} cannot be sent; pass one on cpu or cuda")
 
-    def _require_reduction(self, tensor: Tensor, op: str, factor: Factor | None) -> None:
+    def _checked_reduction(self, tensor: Tensor, op: str, factor: Factor | None) -> str:
+        """The op by its own name."""
         self._require_tensor(tensor)
-        require_op(op)
+        op = op_named(op)
         plan_reduction(op, tensor.dtype).require_factor(tensor, factor)
+        return op
 
     def _require_rank(self, what: str, rank: int) -> None:
         if rank.__class__ is int and 0 <= rank < self.size:
@@ -163,8 +168,11 @@ class CommunicatorBase:
 
     def _shapes(self, tensor: Tensor) -> list[tuple[int, ...]]:
         """The shapes of all ranks' tensors; a collective of its own."""
-        shapes: list[Any] = [None] * self.size
-        dist.all_gather_object(shapes, tuple(tensor.shape), group=self.group)
+        row = torch.zeros(1 + _MOST_DIMS, dtype=torch.int64)
+        row[: 1 + tensor.dim()] = torch.tensor([tensor.dim(), *tensor.shape])
+        rows = [torch.empty_like(row) for _ in range(self.size)]
+        dist.all_gather(rows, row, group=self.group)
+        shapes = [tuple(each[1 : 1 + each[0]]) for each in (gathered.tolist() for gathered in rows)]
         if any(len(shape) != tensor.dim() for shape in shapes):
             raise UsageError(f"the ranks' tensors have different numbers of dimensions: {shapes}")
         return shapes

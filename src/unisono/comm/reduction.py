@@ -19,6 +19,7 @@ import torch
 from unisono.errors import UsageError
 
 OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
+OTHER_NAMES = {"prod": "product"}  # as Paddle, MindSpore and NumPy say
 
 HALVES = frozenset({torch.float16, torch.bfloat16})
 FLOATS = HALVES | {torch.float32, torch.float64}
@@ -142,9 +143,11 @@ class Reduction:
         return torch.mul(tensor.to(self.wire_dtype), factor).to(self.wire_dtype)
 
 
-def require_op(op: str) -> None:
+def op_named(op: str) -> str:
+    """The op that a name of it stands for; UsageError where it is no string."""
     if op.__class__ is not str:
         raise UsageError(f"there is no reduction {op!r}; use one of {', '.join(OPS)}, as a string")
+    return OTHER_NAMES.get(op, op)
 
 
 @cache

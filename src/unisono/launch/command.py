@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import util
 from pathlib import Path
 from typing import Any
 
-from unisono.errors import UsageError
-from unisono.launch import environment, hosts, launcher, scheduler
+from unisono.errors import LaunchError, UsageError
+from unisono.launch import environment, foreign_options, hosts, launcher, scheduler
 from unisono.launch.console import Console, terminal_variables
 from unisono.launch.hosts import Host, Placement
-from unisono.launch.job import MODULE, SCRIPT, Entrypoint, LaunchJob
-from unisono.launch.outcome.monitor import Interrupted
+from unisono.launch.job import COMMAND, MODULE, SCRIPT, Entrypoint, LaunchJob
+from unisono.launch.outcome.monitor import Interrupted, Outcome
 from unisono.launch.scheduler import NodeGroup
+from unisono.launch.worker import aliases as import_aliases
 from unisono.launch.worker import process_tree
 
+_RANGE = re.compile(r"(\d+):(\d+)", re.ASCII)
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 _BACKENDS = ("auto", "gloo", "nccl", "mpi")
 _LONGEST = 1e9  # seconds, as of `uni.init`
@@ -33,19 +37,29 @@ _TORCHRUN: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
 )
 
 
-def add_parser(subparsers: Any, require_plan: Callable[[str, int], None] | None = None) -> None:
-    """require_plan(text, ranks): raises UsageError where --plan is no plan for so many ranks."""
+def add_parser(
+    subparsers: Any,
+    require_plan: Callable[[str, int], None] | None = None,
+    aliases: Mapping[str, Mapping[str, str]] | None = None,
+    compat: Mapping[str, str] | None = None,
+) -> None:
+    """require_plan(text, ranks): raises UsageError where --plan is no plan for so many ranks. aliases: what --as takes,
+    with the modules that stand for import names. compat: what --compat takes, with the module that ranks install."""
     parser = subparsers.add_parser(
         "run",
         help="start a script on N ranks, here or on several hosts",
         usage="unisono run -n N [options] script.py ARGS | -m module ARGS",
         allow_abbrev=False,
     )
-    add_options(parser)
+    add_options(parser, aliases or {}, compat or {})
     parser.set_defaults(handler=run, require_plan=require_plan)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(
+    parser: argparse.ArgumentParser,
+    aliases: Mapping[str, Mapping[str, str]] | None = None,
+    compat: Mapping[str, str] | None = None,
+) -> None:
     add = parser.add_argument
     add("-n", "-np", dest="n", type=int, metavar="N", help="ranks in all (default: every slot of the hosts)")
     add("-H", "--hosts", metavar="a:2,b:2", help="hosts with their slots")
@@ -53,6 +67,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--backend", choices=_BACKENDS, default="auto", help="communication backend (default: auto)")
     add("--output-filename", metavar="DIR", help="also write each rank's output to DIR/rank.N")
     add("--verbose", action="store_true", help="show the checks before the start")
+    add("--json", action="store_true", help="print how the job ended as JSON, in the last line")
+    add("--quiet", action="store_true", help="show the output of ranks, and of the launcher only why the job failed")
     add("--start-timeout", type=float, metavar="S", help="seconds for the start (default: 30; with --nnodes, 300)")
     add(
         "--max-restarts",
@@ -61,7 +77,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="start again after a failure, K times at most",
     )
-    add("--elastic", action="store_true", help="when a host is lost, restart with fewer ranks on the others")
+    add(
+        "--elastic",
+        action="store_true",
+        help="when a host is lost, restart with fewer ranks on the others, and with all when it is back; "
+        "--elastic 2:4: with 2 ranks at least and 4 at most",
+    )
+    parser.set_defaults(parse_rest=parser.parse_args)
     add("--min-ranks", type=int, metavar="K", help="with --elastic: end when fewer than K ranks remain")
     add("--timeout", type=float, metavar="S", help="seconds a collective may take before the job is stopped")
     add("--check", action="store_true", help="compare every collective between ranks before it runs")
@@ -71,6 +93,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="how plans are verified before the first step (default: set by the script)",
     )
     add("--plan", metavar="PLAN", help="the plan to use instead of the script's, such as dp=4,tp=2, or auto")
+    if aliases:
+        add(
+            "--as",
+            dest="written_for",
+            choices=sorted(aliases),
+            help="run a program written for another framework as it is: its imports find unisono's names in the ranks",
+        )
+        parser.set_defaults(aliases=aliases)
+    if compat:
+        add(
+            "--compat",
+            choices=sorted(compat),
+            help="torch: a program for GPUs runs on a machine without them, and backend mpi is unisono's",
+        )
+        parser.set_defaults(compat_modules=compat)
     add("--no-race", action="store_true", help='plan="auto" takes the best prediction, without timing real steps')
     add(
         "-x",
@@ -90,6 +127,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help="port of the rendezvous (default: any free one; with --nnodes, $MASTER_PORT or 29500)",
     )
+    foreign_options.add_options(parser)
     add("--python", default="", metavar="PATH", help="the interpreter on other hosts (default: this one)")
     add("--ssh", metavar="COMMAND", help='the ssh to use, with options: "ssh -F file" (default: $UNISONO_SSH)')
     add("-m", dest="module", action="store_true", help="run a module, as `python -m` does")
@@ -100,24 +138,39 @@ def run(chosen: argparse.Namespace) -> int:
     """Run the job; the exit code is that of the first rank that failed."""
     job = job_of(chosen)
     process_tree.adopt_orphans()
-    console = Console(job.output_directory)
+    console = Console(job.output_directory, chosen.quiet)
     try:
         outcome = launcher.launch(job, console)
     except Interrupted as interrupted:
         console.flush()
-        if interrupted.signum != signal.SIGPIPE:
-            console.message(f"stopped by {interrupted}; all ranks have ended")
-        return 128 + interrupted.signum
+        if interrupted.signum == signal.SIGPIPE:
+            return 128 + interrupted.signum
+        reason = f"stopped by {interrupted}; all ranks have ended"
+        outcome = Outcome(128 + interrupted.signum, reason, summary=reason, attempt=interrupted.attempt)
+    except LaunchError as error:
+        console.flush()
+        _print_json(chosen, Outcome(1, str(error), summary=str(error)))
+        raise
     finally:
         console.close()
         process_tree.sweep(os.getpid())
     if outcome.error:
-        console.message(outcome.error)
+        console.error(outcome.error)
+    _print_json(chosen, outcome)
     return outcome.code
+
+
+def _print_json(chosen: argparse.Namespace, outcome: Outcome) -> None:
+    """With --json: how the job ended, as the last line of the output. Lines of ranks begin with `[rank]`."""
+    if chosen.json:
+        ended = {"exit_code": outcome.code, "restarts": outcome.attempt, "failed_rank": outcome.failed_rank}
+        print(json.dumps(ended | {"reason": outcome.summary or outcome.error}), flush=True)
 
 
 def job_of(chosen: argparse.Namespace) -> LaunchJob:
     """The job of these options; UsageError if they are invalid."""
+    _settle_elastic(chosen)
+    foreign_options.settle(chosen)
     group = _group(chosen)
     if group is not None:
         node = Host(hosts.LOCAL, group.per_node)
@@ -136,7 +189,7 @@ def job_of(chosen: argparse.Namespace) -> LaunchJob:
     world = group.world if group else sum(placement.count for placement in placements)
     _require_elastic(chosen, world)
     return LaunchJob(
-        program=_program(chosen.command, chosen.module),
+        program=_command(chosen.command) if chosen.no_python else _program(chosen.command, chosen.module),
         placements=tuple(placements),
         backend=None if chosen.backend == "auto" else chosen.backend,
         environment=_variables(chosen, world),
@@ -152,6 +205,23 @@ def job_of(chosen: argparse.Namespace) -> LaunchJob:
         min_ranks=chosen.min_ranks or 1,
         group=group,
     )
+
+
+def _settle_elastic(chosen: argparse.Namespace) -> None:
+    """`--elastic 2:4` is --elastic --min-ranks 2 -n 4. The parser takes 2:4 for the script, and all that follows for
+    its arguments, since --elastic may also stand alone."""
+    word = chosen.command[0] if chosen.elastic and chosen.command else ""
+    found = _RANGE.fullmatch(word)
+    if found is None:
+        return
+    chosen.parse_rest(chosen.command[1:], chosen)
+    least, most = int(found[1]), int(found[2])
+    if not 1 <= least <= most:
+        raise UsageError(f"--elastic {word}: expected the least and the greatest number of ranks, such as 2:4")
+    for option, value, wanted in (("-n", chosen.n, most), ("--min-ranks", chosen.min_ranks, least)):
+        if value not in (None, wanted):
+            raise UsageError(f"--elastic {word} and {option} {value} contradict each other; leave {option} out")
+    chosen.n, chosen.min_ranks = most, least
 
 
 def _group(chosen: argparse.Namespace) -> NodeGroup | None:
@@ -228,6 +298,18 @@ def _program(command: list[str], module: bool) -> Entrypoint:
     return Entrypoint(SCRIPT, target, tuple(args), os.getcwd())
 
 
+def _command(command: list[str]) -> Entrypoint:
+    """--no-python: any program, found as a shell does."""
+    words = command[1:] if command[:1] == ["--"] else list(command)
+    if not words:
+        raise UsageError("--no-python: nothing to run; give a command")
+    if shutil.which(words[0]) is None:
+        raise UsageError(
+            f"--no-python {words[0]}: no such command; check the path, or leave --no-python out for a script"
+        )
+    return Entrypoint(COMMAND, words[0], tuple(words[1:]), os.getcwd())
+
+
 def _without_python(words: list[str]) -> tuple[list[str], bool]:
     """Drop a leading `python`: ranks run this interpreter."""
     given = words[0]
@@ -262,6 +344,12 @@ def _variables(chosen: argparse.Namespace, world: int) -> dict[str, str]:
         if require_plan is not None:
             require_plan(chosen.plan, world)
         variables[environment.PLAN] = chosen.plan
+    if getattr(chosen, "written_for", None) is not None:
+        variables[environment.AS] = import_aliases.written(chosen.aliases[chosen.written_for])
+    if getattr(chosen, "compat", None) is not None:
+        variables[environment.COMPAT] = chosen.compat_modules[chosen.compat]
+    if chosen.use_env:
+        variables[environment.USE_ENV] = "1"
     if chosen.no_race:
         variables[environment.RACE] = "0"
     if chosen.check_plan:
@@ -275,6 +363,8 @@ def _variables(chosen: argparse.Namespace, world: int) -> dict[str, str]:
         if not name or (not equals and name not in os.environ):
             raise UsageError(f"--env {setting!r}: no such variable is set here; write NAME=VALUE")
         variables[name] = value if equals else os.environ[name]
+        if value:
+            process_tree.hide_argument(setting, f"{name}=")
     return variables
 
 

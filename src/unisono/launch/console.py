@@ -23,9 +23,11 @@ _ERASING = re.compile(r"^(?:\x1b\[[0-2]?K)+")
 
 
 class Console:
-    """Receives output of ranks in chunks and writes lines. `mute` hides ranks that fail because another one did."""
+    """Receives output of ranks in chunks and writes lines. `mute` hides ranks that fail because another one did. quiet:
+    messages are not shown."""
 
-    def __init__(self, directory: str | None = None) -> None:
+    def __init__(self, directory: str | None = None, quiet: bool = False) -> None:
+        self._quiet = quiet
         self._partial: dict[tuple[int, str], str] = {}
         self._live: tuple[TextIO, int, str] | None = None  # the terminal's last line: stream, rank, text
         self._muted: set[int] = set()
@@ -58,6 +60,11 @@ class Console:
 
     def message(self, text: str) -> None:
         """Write a message of the launcher on stderr."""
+        if not self._quiet:
+            self.error(text)
+
+    def error(self, text: str) -> None:
+        """Write why the job failed on stderr."""
         self._line(sys.stderr, text)
         self._flush(sys.stderr)
 

@@ -7,16 +7,25 @@ torch.distributed scripts run too. The others are unisono's own.
 from __future__ import annotations
 
 import os
+import tempfile
 
 BACKEND = "UNISONO_BACKEND"  # from `--backend`: gloo, nccl or mpi; unset for auto
 CHECK_PLAN = "UNISONO_CHECK_PLAN"  # "auto", "full" or "off": how a plan is verified before the first step
 PLAN = "UNISONO_PLAN"  # the plan that ranks use, whatever their script says
 RACE = "UNISONO_RACE"  # "0": plan="auto" takes the plan with the best prediction, without a race
+AS = "UNISONO_AS"  # from `--as`: "name=module,..." of import names that stand for modules in ranks, see worker.aliases
+COMPAT = "UNISONO_COMPAT"  # from `--compat`: the module whose `install` ranks call before their program
+USE_ENV = "UNISONO_USE_ENV"  # "1": scripts that parse --local-rank do not get it
 CHECK = "UNISONO_CHECK"  # "1": compare every collective between ranks before it runs
 HOST = "UNISONO_HOST"  # this rank's host as given by the user
 FAILURE_FILE = "UNISONO_FAILURE_FILE"  # path of this rank's failure record, see outcome.failure
 TIMEOUT = "UNISONO_TIMEOUT"  # seconds: the default timeout of collectives, from `--timeout`
+DEFAULT_TIMEOUT = 1800.0  # seconds, where TIMEOUT is not set
+LAUNCHER = "UNISONO_LAUNCHER"  # process id of the launcher, on its host
 ATTEMPT = "UNISONO_ATTEMPT"  # restarts of the job before this start: "0", "1", ...
+MEMORY = "UNISONO_MEMORY"  # folder in the memory of each host, for checkpoints that last as long as the job
+SECRET_FILE = "UNISONO_SECRET_FILE"  # path of the job's secret, see store.secret; users may name one of their own
+STORE = "UNISONO_STORE"  # address and port of the job's store, and the MASTER_PORT beside which it was given
 LOST_HOSTS = "UNISONO_GONE"  # hosts that an elastic job has lost: "b,c"; unset if none
 
 SSH = "UNISONO_SSH"  # read by the launcher: the ssh command, when no --ssh is given
@@ -26,7 +35,19 @@ CONNECT = "UNISONO_CONNECT"  # address of the launcher for agents started by mpi
 
 # A remote rank starts in its host's environment, with these variables of the launcher's.
 FORWARDED_PREFIXES = ("UNISONO_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "PYTHON")
-NOT_FORWARDED = (CONNECT, FAILURE_FILE, LOST_HOSTS, HOST, SSH, HOST_TIMEOUT, MPIEXEC)
+_OF_THE_JOB = (CONNECT, FAILURE_FILE, SECRET_FILE, STORE, LAUNCHER, LOST_HOSTS, MEMORY)
+NOT_FORWARDED = (*_OF_THE_JOB, HOST, SSH, HOST_TIMEOUT, MPIEXEC)
+
+
+def memory_prefix() -> str:
+    """How the names of folders in memory begin that are this user's."""
+    return f"unisono-{os.getuid()}-"
+
+
+def memory_folder(token: str) -> str:
+    """The folder in memory of a job: on Linux in /dev/shm, whose files outlive processes, but not the machine."""
+    root = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+    return os.path.join(root, memory_prefix() + token)
 
 
 def absolute_path(path: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -11,12 +12,13 @@ from unisono.launch.scheduler import NodeGroup
 
 SCRIPT = "script"
 MODULE = "module"
+COMMAND = "command"  # any executable, for --no-python
 CALL = "call"  # a pickled function, for spawn over MPI
 
 
 @dataclass(frozen=True)
 class Entrypoint:
-    """A script, a module or a function with its arguments, and the directory to run it in."""
+    """A script, a module, a command or a function with its arguments, and the directory to run it in."""
 
     kind: str
     target: str
@@ -43,6 +45,7 @@ class LaunchJob:
     hosts: tuple[Host, ...] = ()  # all that were given, also those without ranks
     elastic: bool = False  # continue on the remaining hosts when one is lost
     min_ranks: int = 1  # end the job when fewer remain
+    returns: int = 0  # starts because a lost host had come back, which are not counted as restarts
     group: NodeGroup | None = None  # the other nodes have launchers of their own, started by a scheduler
 
     @property
@@ -57,6 +60,9 @@ class LaunchJob:
     def elsewhere(self) -> bool:
         """Whether any rank runs on another host than the launcher's."""
         return any(not placement.host.is_local for placement in self.placements)
+
+    def _is_local(self, host: str) -> bool:
+        return any(placement.host.is_local for placement in self.placements if placement.host.name == host)
 
     def placement_of(self, rank: int) -> Placement:
         for placement in self.placements:
@@ -77,12 +83,13 @@ class LaunchJob:
             address=address,
             port=port,
             environment=self.environment,
-            max_restarts=self.max_restarts,
+            max_restarts=self.max_restarts + self.returns,
             attempt=attempt,
             identity=self.group.job if self.group else "",
             start_timeout=self.start_timeout if self.group else 0.0,
             local_offset=self.group.local_offset if self.group else 0,
             ranks_on_host=self.group.local_world if self.group else 0,
+            launcher=os.getpid() if self.group or self._is_local(host) else 0,
         )
 
 
@@ -104,15 +111,19 @@ class NodeJob:
     attempt: int = 0  # restarts of the job before these agents started
     local_rank: int = 0  # with local_world: set under MPI, where each agent runs one rank of its host
     local_world: int = 0
+    program_port: int = 0  # the same: MASTER_PORT of programs that do not meet in the job's store
     identity: str = ""  # of a job whose nodes have launchers of their own: equal on all of them
     start_timeout: float = 0.0  # with it: seconds in which the first node must be up; 0: it is
     local_offset: int = 0  # local rank of the first rank, where a host has several nodes
     ranks_on_host: int = 0  # ranks of all of those
+    secret: str = field(default="", repr=False)  # in hexadecimal digits; "": see store.secret.of_job
+    launcher: int = 0  # its process id; 0 on other hosts
 
     def rank_variables(self, rank: int, local_rank: int, local_world: int, port: int, attempt: int) -> dict[str, str]:
         """The environment of one rank."""
         return {
             **self.environment,
+            environment.LAUNCHER: str(self.launcher),
             **environment.of_rank(
                 rank=rank,
                 world=self.world,

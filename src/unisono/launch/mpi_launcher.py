@@ -5,10 +5,10 @@ Output, failures and the end of the job are then handled as without MPI, for eve
 
 from __future__ import annotations
 
-import hmac
+import contextlib
 import os
 import secrets
-import select
+import selectors
 import shlex
 import shutil
 import signal
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,43 +26,64 @@ from unisono.launch import environment
 from unisono.launch.console import Console
 from unisono.launch.job import LaunchJob
 from unisono.launch.outcome.monitor import Monitor, Outcome, ending
+from unisono.launch.store import secret as job_secret
 from unisono.launch.transport import mpiexec, network, preflight
 from unisono.launch.transport.link import AgentLink, AgentLinks, agent_command, end_group
 from unisono.launch.transport.wire import Message, Wire
 
 BACKEND = "mpi"
-_GREETING_TIMEOUT = 5.0
+_GREETING_TIMEOUT = 5.0  # seconds in which a connection must show that it is an agent's
+_GREETING_LIMIT = 1 << 16  # bytes of a message of one that has not
 
 
 def run(job: LaunchJob, console: Console) -> Outcome:
     """Run the job to its end, restarts included."""
-    address = _check_hosts(job, console) if job.elsewhere else "127.0.0.1"
-    for attempt in range(job.max_restarts + 1):
-        outcome = _attempt(job, console, attempt, address)
-        if not outcome.error or outcome.is_permanent or attempt == job.max_restarts:
-            break
-        console.message(f"restart {attempt + 1} of {job.max_restarts}: {outcome.summary}")
+    with _prepared(job, console) as (address, secret_file, key):
+        for attempt in range(job.max_restarts + 1):
+            outcome = _attempt(job, console, attempt, address, secret_file, key)
+            if not outcome.error or outcome.is_permanent or attempt == job.max_restarts:
+                break
+            console.message(f"restart {attempt + 1} of {job.max_restarts}: {outcome.summary}")
     return outcome
 
 
-def _check_hosts(job: LaunchJob, console: Console) -> str | None:
-    """Run the preflight; return the launcher's address as the other hosts see it."""
+@contextlib.contextmanager
+def _prepared(job: LaunchJob, console: Console) -> Iterator[tuple[str | None, Path, bytes]]:
+    """The launcher's address as the other hosts see it, after the preflight, and the job's secret: in the block each
+    host has it in a file of that path, and it stands for that key."""
+    secret = job_secret.draw()
+    folder = Path(tempfile.gettempdir()) / f"unisono-mpi-{secrets.token_hex(8)}"
+    path, key = folder / "secret", job_secret.key_of(secret)
+    if not job.elsewhere:
+        folder.mkdir(0o700)
+        try:
+            job_secret.write(folder, secret)
+            yield "127.0.0.1", path, key
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return
     links = AgentLinks()
-    with ending(Monitor(job, links, console)):
+    monitor = Monitor(job, links, console)
+    try:
         preflight.gather(job, links, console.message)
-        return preflight.launcher_address(links)
+        preflight.keep_secret(job, links, folder, secret)
+        yield preflight.launcher_address(links), path, key
+    finally:
+        monitor.stop()
+        monitor.close()
 
 
-def _attempt(job: LaunchJob, console: Console, attempt: int, address: str | None) -> Outcome:
+def _attempt(
+    job: LaunchJob, console: Console, attempt: int, address: str | None, secret_file: Path, key: bytes
+) -> Outcome:
     links = AgentLinks()
     folder = Path(tempfile.mkdtemp(prefix="unisono-mpi-"))
     monitor = Monitor(job, links, console, lambda link: (folder / "log").read_text(errors="replace"))
-    token = secrets.token_hex(16)
     server = network.listen("" if job.elsewhere else "127.0.0.1", 0)
-    process = _start(job, console, folder, f"{token} {server.getsockname()[1]}", address)
+    process = _start(job, console, folder, f"{secret_file} {server.getsockname()[1]}", address)
     try:
         with ending(monitor):
-            _admit(job, links, server, token, process, folder / "log")
+            _admit(job, links, server, key, process, folder / "log")
             _assign_ranks(job, links, attempt)
             return monitor.until_end()
     finally:
@@ -71,7 +93,7 @@ def _attempt(job: LaunchJob, console: Console, attempt: int, address: str | None
 
 
 def _start(
-    job: LaunchJob, console: Console, folder: Path, token_and_port: str, address: str | None
+    job: LaunchJob, console: Console, folder: Path, secret_and_port: str, address: str | None
 ) -> subprocess.Popen[bytes]:
     """Start mpiexec. Its output goes to a file, and is shown only when no rank reports the cause of a failure."""
     tool = mpiexec.find()
@@ -80,8 +102,10 @@ def _start(
     variables = dict(os.environ) | tool.variables(job.ssh, folder)
     if variables.get("PYTHONPATH"):  # mpiexec may start ranks in another directory
         variables["PYTHONPATH"] = environment.absolute_path(variables["PYTHONPATH"])
-    variables[environment.CONNECT] = f"{token_and_port} {','.join(addresses)}"
-    command = tool.command(job.placements, agent_command(job.python or sys.executable), interface)
+    if "OMP_NUM_THREADS" in job.environment:  # torch is loaded before the agents have the ranks' variables
+        variables["OMP_NUM_THREADS"] = job.environment["OMP_NUM_THREADS"]
+    variables[environment.CONNECT] = f"{secret_and_port} {','.join(addresses)}"
+    command = tool.command(job.placements, agent_command(job.python or sys.executable, "preloaded"), interface)
     if job.verbose:
         console.message(f"{tool.flavour}: {shlex.join(command)}")
     with (folder / "log").open("wb") as log:
@@ -91,39 +115,73 @@ def _start(
 
 
 def _admit(
-    job: LaunchJob, links: AgentLinks, server: socket.socket, token: str, process: subprocess.Popen[bytes], log: Path
+    job: LaunchJob, links: AgentLinks, server: socket.socket, key: bytes, process: subprocess.Popen[bytes], log: Path
 ) -> None:
-    """Wait until the agent of every rank has connected."""
+    """Wait until the agent of every rank has connected. Others may connect, too: none of them holds up an agent."""
     deadline = time.monotonic() + job.start_timeout
-    server.settimeout(0.05)
-    while len(links.all) < job.world:
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise LaunchError(_why_mpiexec_failed(job, len(links.all), process, log))
+    server.setblocking(False)
+    arriving: dict[int, _Arrival] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(server, selectors.EVENT_READ)
         try:
-            connection, _ = server.accept()
-        except TimeoutError:
-            continue
-        connection.settimeout(None)
-        fd = connection.detach()
-        wire = Wire(fd, fd)
-        greeting = _greeting(wire)
-        if len(greeting) < 2 or not hmac.compare_digest(str(greeting[0].get("token")), token):
-            os.close(fd)
-            continue
-        link = AgentLink(greeting[1]["host"], wire)
-        link.hello = greeting[1]
+            while len(links.all) < job.world:
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise LaunchError(_why_mpiexec_failed(job, len(links.all), process, log))
+                for ready, _ in selector.select(0.05):
+                    if ready.fileobj is server:
+                        arrival = _accept(server, key)
+                        if arrival is not None:
+                            arriving[arrival.wire.read_fd] = arrival
+                            selector.register(arrival.wire.read_fd, selectors.EVENT_READ)
+                    else:
+                        arriving[ready.fd].read()
+                for fd, arrival in list(arriving.items()):
+                    if arrival.is_welcome or arrival.is_refused:
+                        selector.unregister(fd)
+                        del arriving[fd]
+                        arrival.settle(links)
+        finally:
+            for arrival in arriving.values():
+                arrival.wire.close()
+
+
+class _Arrival:
+    """A connection whose first message, a signed hello, has not arrived."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self._deadline = time.monotonic() + _GREETING_TIMEOUT
+        self._messages: list[Message] = []
+
+    def read(self) -> None:
+        self._messages += self.wire.read_once()
+
+    @property
+    def is_refused(self) -> bool:
+        return self.wire.unread > _GREETING_LIMIT or self.wire.closed or time.monotonic() > self._deadline
+
+    @property
+    def is_welcome(self) -> bool:
+        return len(self._messages) >= 1
+
+    def settle(self, links: AgentLinks) -> None:
+        """Take the agent among the links of the job, or close the connection."""
+        if not self.is_welcome:
+            self.wire.close()
+            return
+        link = AgentLink(self._messages[0]["host"], self.wire)
+        link.hello = self._messages[0]
         links.add(link)
 
 
-def _greeting(wire: Wire) -> list[Message]:
-    """The first two messages of a connection, its token and its hello; fewer if it is no agent."""
-    messages: list[Message] = []
-    while len(messages) < 2 and not wire.closed:
-        readable, _, _ = select.select([wire.read_fd], [], [], _GREETING_TIMEOUT)
-        if not readable:
-            break
-        messages += wire.read_once()
-    return messages
+def _accept(server: socket.socket, key: bytes) -> _Arrival | None:
+    try:
+        connection, _ = server.accept()
+    except OSError:  # it has gone again
+        return None
+    connection.settimeout(None)
+    fd = connection.detach()
+    return _Arrival(Wire(fd, fd, key, serves=True))
 
 
 def _why_mpiexec_failed(job: LaunchJob, arrived: int, process: subprocess.Popen[bytes], log: Path) -> str:
@@ -146,6 +204,7 @@ def _assign_ranks(job: LaunchJob, links: AgentLinks, attempt: int) -> None:
     master = next(link for link in links if link.ranks.start == 0)
     address = preflight.addresses(links)[master] if job.several_hosts else "127.0.0.1"
     port = preflight.open_store_port(job, links, master, address)
+    program_port = preflight.reserve_port(job, links, master)
     for link in links:
         rank = link.ranks.start
         placement = job.placement_of(rank)
@@ -154,6 +213,7 @@ def _assign_ranks(job: LaunchJob, links: AgentLinks, attempt: int) -> None:
             job.on_node(job.placements.index(placement), link.host, link.ranks, address, port, attempt),
             local_rank=rank - placement.first_rank if local is None else local,
             local_world=placement.count,
+            program_port=program_port,
         )
         link.wire.send({"do": "run", "job": part.to_json()})
 

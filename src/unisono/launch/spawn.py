@@ -19,6 +19,9 @@ from unisono.launch.job import CALL, Entrypoint, LaunchJob
 from unisono.launch.outcome import verdict
 from unisono.launch.outcome.monitor import Interrupted
 from unisono.launch.process_threads import release_openmp_threads, run_openmp_serially
+from unisono.launch.store import program_rendezvous
+from unisono.launch.store import secret as job_secret
+from unisono.launch.store.server import StoreServer
 from unisono.launch.transport import network
 from unisono.launch.worker import rank_main
 from unisono.launch.worker.pool import WorkerPool
@@ -95,7 +98,9 @@ def _over_fork(
 ) -> dict[int, bytes]:
     release_openmp_threads()
     keep = rank_main.open_descriptors()
-    store, port = _open_store()
+    secret = job_secret.draw()
+    store = _serve_store(secret)
+    reserved = network.reserve_port()
     console = Console()
     results: dict[int, bytearray] = {number: bytearray() for number in range(n)}
 
@@ -111,9 +116,11 @@ def _over_fork(
         return rank_main.perform(lambda: rank_main.send_result(fn(*args), result_fd))
 
     pool = WorkerPool(listener, keep, with_results=True)
+    pool.share_secret(secret)
     try:
-        for number in range(n):
-            pool.start(number, _variables(number, n, backend, port), body)
+        with store.standing_still():
+            for number in range(n):
+                pool.start(number, _variables(number, n, backend, store.port, reserved.getsockname()[1]), body)
         pool.release()
         _await(pool, timeout)
         pool.drain()
@@ -121,7 +128,8 @@ def _over_fork(
         pool.stop()
         pool.close()
         console.close()
-        del store
+        store.close()
+        reserved.close()
     return {number: bytes(data) for number, data in results.items()}
 
 
@@ -136,17 +144,12 @@ def _await(pool: WorkerPool, timeout: float | None) -> None:
             raise LaunchError(f"spawn: rank {late} still ran after the timeout of {timeout:g} s; all ranks were ended")
 
 
-def _open_store() -> tuple[Any, int]:
+def _serve_store(secret: bytes) -> StoreServer:
     """The store for the rendezvous of the ranks, served by this process."""
-    from torch.distributed import TCPStore
-
-    server = network.listen("127.0.0.1", 0)  # a socket opened by torch would look up each rank's name in DNS
-    port = int(server.getsockname()[1])
-    listening = server.detach()
-    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening), port
+    return StoreServer(network.listen("127.0.0.1", 0), job_secret.key_of(secret))
 
 
-def _variables(number: int, n: int, backend: str | None, port: int) -> dict[str, str]:
+def _variables(number: int, n: int, backend: str | None, port: int, master_port: int) -> dict[str, str]:
     variables = environment.of_rank(
         rank=number,
         world=n,
@@ -155,11 +158,12 @@ def _variables(number: int, n: int, backend: str | None, port: int) -> dict[str,
         node=0,
         nodes=1,
         address="127.0.0.1",
-        port=port,
+        port=master_port,
         host=LOCAL,
         attempt=0,
     )
     variables |= environment.of_elastic(attempt=0, max_restarts=0)
+    variables |= program_rendezvous.variables("127.0.0.1", port, master_port)
     # a fork of a process that has used OpenMP threads must not use any: it does not have them
     variables |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
     variables[environment.BACKEND] = backend or "auto"  # independent of how this process was started

@@ -11,7 +11,9 @@ import contextlib
 import json
 import mmap
 import os
+import re
 import socket
+import stat
 import tempfile
 import time
 from pathlib import Path
@@ -21,13 +23,16 @@ import torch
 
 from unisono.comm.watchdog.op_log import P2P, OpLog, describe, frame_location
 from unisono.launch.outcome import failure
+from unisono.launch.worker import process_tree, stacks
 
 _SIZE = 4096
 _PREFIX = "unisono-rank-"
+_NAME = re.compile(rf"{_PREFIX}\d+-\w+|unisono-[\w-]+/\w[\w.-]*\.last")  # without a launcher, and with one
 _DEAD = ("", "Z", "X")
-_STOPPED = ("T", "t")
 DIED = "have died"
 HALTED = "have been stopped"
+BUSY = "busy in native code"
+NO_ANSWER = "do not answer (killed, or busy in native code)"
 SILENT = (DIED, HALTED)  # of ranks that will not answer
 _KEPT = 3600.0  # seconds that the note of a dead rank is kept for others to read
 
@@ -71,23 +76,55 @@ class CrashNote:
 
 
 def address_of(path: str = "") -> str:
-    """For other ranks of this host: which process this is, and the path of its note, if it has one."""
-    return json.dumps([_host(), os.getpid(), path])
+    """For other ranks of this host: which process this is, and where in the folder for temporary files its note is."""
+    return json.dumps([_host(), os.getpid(), os.path.relpath(path, tempfile.gettempdir()) if path else ""])
 
 
 def fate(address: str) -> str | None:
     """What became of the rank with that address, as a report phrases it; None from another host."""
-    host, pid, path = json.loads(address)
-    if host != _host():
+    try:
+        host, pid, name = json.loads(address)
+    except ValueError:  # not written by a rank
         return None
-    operation = failure.read_last_operation(Path(path)) if path else ""
+    if host != _host() or not isinstance(pid, int) or not isinstance(name, str):
+        return None
+    operation = _read(name)
     last = f"; last began {operation}" if operation else ""
-    state = _state(pid)
+    state = process_tree.state(pid)
     if state in _DEAD:
         return f"{DIED}{last}"
-    if state in _STOPPED:
+    if state in process_tree.STOPPED:
         return f"{HALTED} (by SIGSTOP, or in a debugger){last}"
-    return f"do not answer (busy in native code){last}"
+    return f"do not answer ({BUSY}){last}"
+
+
+def stack(address: str) -> list[stacks.Frame]:
+    """The Python stack of the rank with that address, which may be in native code; empty where it cannot be had."""
+    with contextlib.suppress(ValueError, TypeError):
+        host, pid, _ = json.loads(address)
+        if host == _host() and (process := stacks.rank_of(int(pid))) is not None:
+            return process.stack(1.0)
+    return []
+
+
+def _read(name: str) -> str:
+    """The operation in a rank's note, "" if there is none.
+
+    The name comes from the store, to which others may write: only notes are opened, and no link of any kind."""
+    if not _NAME.fullmatch(name):
+        return ""
+    path = Path(tempfile.gettempdir()) / name
+    try:
+        if path.parent.is_symlink():
+            return ""
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return ""
+    with open(handle, "rb") as note:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1 or found.st_uid != os.getuid():
+            return ""
+        return failure.last_operation_in(note.read(_SIZE))
 
 
 def _remove_old() -> None:
@@ -95,16 +132,8 @@ def _remove_old() -> None:
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
         pid = path.name.removeprefix(_PREFIX).partition("-")[0]
         with contextlib.suppress(OSError):
-            if pid.isdigit() and _state(int(pid)) in _DEAD and time.time() - path.stat().st_mtime > _KEPT:
+            if pid.isdigit() and process_tree.state(int(pid)) in _DEAD and time.time() - path.stat().st_mtime > _KEPT:
                 path.unlink()
-
-
-def _state(pid: int) -> str:
-    """The kernel's letter for the state of a process; "" where there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
 
 
 def _host() -> str:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from unisono.comm.watchdog import crash_note
 from unisono.comm.watchdog.op_log import OpLog
+from unisono.launch.worker.stacks import Frame
 
 _ROOTED = re.compile(r"(torch\.distributed\.)?(broadcast|reduce(?!_scatter)|gather|scatter)")
 ANY_SOURCE = "recv from any rank"
@@ -28,6 +29,7 @@ class Exits:
         self._rank = rank
         self._size = size
         self._neighbour: str | None = None  # its address
+        self._first: str | None = None  # that of rank 0, which may hold the store
 
     def give_address(self, address: str) -> None:
         """Publish where this rank's crash note is."""
@@ -64,11 +66,22 @@ class Exits:
         key = f"note/{rank}"
         return crash_note.fate(self._store.get(key).decode()) if self._store.check([key]) else None
 
+    def stack(self, rank: int) -> list[Frame]:
+        """Where a rank on this host is that does not answer by itself; empty where that is not known."""
+        key = f"note/{rank}"
+        return crash_note.stack(self._store.get(key).decode()) if self._store.check([key]) else []
+
+    def fate_of_first(self) -> str:
+        """What became of rank 0, without a request to the store."""
+        return (self._first and crash_note.fate(self._first)) or crash_note.NO_ANSWER
+
     def check_neighbour(self) -> None:
         """Announce the death of the rank before this one, where it died without an announcement."""
         before = (self._rank - 1) % self._size
         if self._neighbour is None and self._store.check([f"note/{before}"]):
             self._neighbour = self._store.get(f"note/{before}").decode()
+        if self._first is None and self._store.check(["note/0"]):
+            self._first = self._store.get("note/0").decode()
         if self._neighbour is not None:
             fate = crash_note.fate(self._neighbour)
             if fate is not None and fate.startswith(crash_note.DIED) and self.words_of(before) is None:

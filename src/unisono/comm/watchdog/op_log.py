@@ -114,11 +114,11 @@ def line_of(code: CodeType, instruction: int) -> int:
 
 def location(code: CodeType, line: int) -> str:
     """file:line, the path relative to the working directory where the file is below it."""
-    return f"{_shown(code.co_filename)}:{line}"
+    return f"{shown(code.co_filename)}:{line}"
 
 
 @cache
-def _shown(path: str) -> str:
+def shown(path: str) -> str:
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative
 

@@ -86,13 +86,15 @@ def report(states: Mapping[int, RankState], absent: Mapping[int, str], dispute: 
         phrase = _phrase(states[rank], stuck, dispute) if rank in states else absent[rank]
         phrases.setdefault(phrase, []).append(rank)
     most_first = sorted(phrases.items(), key=lambda item: (not item[0].startswith("wait"), item[1]))
-    return "; ".join(f"{_ranks(ranks)} {_conjugated(phrase, len(ranks))}" for phrase, ranks in most_first)
+    return "; ".join(f"{ranks_in_words(ranks)} {_conjugated(phrase, len(ranks))}" for phrase, ranks in most_first)
 
 
 def report_difference(camps: Sequence[tuple[LoggedOp, Sequence[int]]], where: str) -> str:
     """One sentence on an operation that all have run, but not all the same; `where` names the group."""
     most_first = sorted(camps, key=lambda camp: (-len(camp[1]), camp[1]))
-    parts = (f"{_ranks(ranks)} {_conjugated('have run', len(ranks))} {entry}{where}" for entry, ranks in most_first)
+    parts = (
+        f"{ranks_in_words(ranks)} {_conjugated('have run', len(ranks))} {entry}{where}" for entry, ranks in most_first
+    )
     return f"{'; '.join(parts)}: their results are wrong"
 
 
@@ -164,7 +166,7 @@ def _of_group(state: RankState, name: str) -> str:
     return f" in {which} of ranks {_numbers(ranks)}"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_in_words(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_numbers(ranks)}"
 
 

@@ -4,6 +4,9 @@ Note: how a hang is reported. All ranks share a key-value store. A rank that has
 or disagrees with the others raises the alarm there. Every watchdog that sees it publishes its rank's state: its last
 operations and where its main thread stands. The rank that raised the alarm first collects the states, makes the one
 report (watchdog/report.py) and publishes it; then every rank stops. The main threads need not take part: they hang.
+
+A process that holds the store may be stopped, or its host be lost: requests then never return. So a second thread looks
+at the first, and reports alone where that one waits for the store and the main thread for longer than the timeout.
 """
 
 from __future__ import annotations
@@ -28,10 +31,12 @@ from unisono.comm.watchdog import crash_note, report
 from unisono.comm.watchdog.consistency import Consistency, Mismatch, TorchCalls
 from unisono.comm.watchdog.crash_note import CrashNote
 from unisono.comm.watchdog.exits import Exits, is_of_one_root
-from unisono.comm.watchdog.op_log import OpLog, caller, describe, frame_location
+from unisono.comm.watchdog.op_log import OpLog, caller, describe, frame_location, shown
 from unisono.errors import CommError, HangError, MessageError, UnisonoError
 from unisono.launch.outcome import failure
 from unisono.launch.process_threads import frames_of
+from unisono.launch.store import program_rendezvous
+from unisono.launch.worker import rank_main, stacks
 
 if TYPE_CHECKING:
     from unisono.comm.mpi.work import MPIOperation  # imports mpi4py
@@ -40,12 +45,12 @@ ANSWER_TIME = 5.0  # seconds that ranks get to report their state
 MARGIN = 60.0  # seconds by which torch's own timeout comes later than the watchdog's, whose report has more
 EXIT_GRACE = 3.0  # seconds that a rank keeps the store for others that leave after it
 LOST_TIME = 1.0  # seconds that ranks may stay blocked after another has gone
+STORE_TIME = 5.0  # seconds without an answer of the store after which a rank decides alone
 ARRIVAL_TIME = 2.0  # seconds that ranks get to reach a collective that has failed on another, before the report is made
 
 _UNISONO = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _LIBRARIES = (_UNISONO, os.path.dirname(torch.__file__), sysconfig.get_paths()["stdlib"], "<frozen")
 _BACKENDS = (_UNISONO, os.path.dirname(dist.__file__))
-_NO_ANSWER = "do not answer (killed, or busy in native code)"
 _TORCH_COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
 
 
@@ -69,6 +74,9 @@ class Watchdog:
         self._held: FrameType | None = None
         self._stopping = threading.Event()
         self._alarm = threading.Lock()
+        self._looking = threading.Lock()
+        self._due = 0.0  # when the thread should have had its answers of the store
+        self._left = threading.Event()
         self._thread: threading.Thread | None = None
         self._ends_the_store = False
         self._main = threading.main_thread().ident
@@ -102,7 +110,9 @@ class Watchdog:
                 self._note = CrashNote()
             self._exits.give_address(self._note.address() if self._note else crash_note.address_of())
             self._thread = threading.Thread(target=self._run, name="unisono-watchdog", daemon=True)
+            self._due = time.monotonic() + STORE_TIME
             self._thread.start()
+            threading.Thread(target=self._watch_the_store, name="unisono-store-watchdog", daemon=True).start()
             atexit.register(self._exit)
             self._hook_exceptions()
             if not faulthandler.is_enabled():
@@ -114,12 +124,14 @@ class Watchdog:
         """End the watchdog of a world that is shut down in order. HangError where ranks have differed."""
         if self.torch_calls is not None:
             self.torch_calls.unwrap()
+        self._due = time.monotonic() + self.timeout + 2 * ANSWER_TIME
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
             atexit.unregister(self._exit)
             found = self._leave("have left the world (uni.shutdown)")
+            self._left.set()
             if found is not None:
                 self._discard_note()
                 raise HangError(self._raise_alarm(found.dispute, found.report))
@@ -189,6 +201,7 @@ class Watchdog:
     def _run(self) -> None:
         tick = min(0.5, self.timeout / 4) + self.size / 2000  # a thousand ranks must not crowd their store
         while not self._stopping.wait(min(tick, self._consistency.seconds_left)):
+            self._due = time.monotonic() + STORE_TIME
             try:
                 if self._store.check(["alarm"]):
                     self._answer_alarm()
@@ -207,6 +220,20 @@ class Watchdog:
                 self._raise_alarm()
                 self._stop_job()
 
+    def _watch_the_store(self) -> None:
+        """In a thread of its own, as requests to a store whose process is stopped never return."""
+        stacks.answer(None)
+        asked = stacks.asked()
+        while not self._left.wait(min(0.5, self.timeout / 4)):
+            if stacks.asked() != asked:  # by `unisono attach`
+                asked = stacks.asked()
+                stacks.answer(self._state().as_json())
+            if time.monotonic() < self._due:
+                continue
+            if self._stopping.is_set() or self._blocked_for() >= self.timeout:
+                self._publish(self._report_alone(is_silent=True))
+                self._stop_job()
+
     def _waits_for_one_that_left(self) -> bool:
         underway = _underway()
         is_awaited = underway is not None and "underway" in self._blocked and not is_of_one_root(underway.name)
@@ -215,6 +242,10 @@ class Watchdog:
 
     def _blocked_for(self) -> float:
         """For how many seconds this rank has been blocked in one and the same operation."""
+        with self._looking:
+            return self._longest_block()
+
+    def _longest_block(self) -> float:
         now = time.monotonic()
         longest = 0.0
         frame = self._torch_frame()
@@ -236,6 +267,7 @@ class Watchdog:
 
     def _answer_alarm(self) -> None:
         """Another rank has raised the alarm: publish where this one stands, then stop as well."""
+        self._due = time.monotonic() + 4 * ANSWER_TIME
         with self._alarm:
             self._reach_collective()
             self._publish_state()
@@ -261,12 +293,17 @@ class Watchdog:
         self._publish(self._report_alone())
         self._stop_job()
 
-    def _report_alone(self) -> str:
-        """The report without the store: rank 0 holds it, where no agent does."""
-        states = {self.rank: self._state()}
-        if self.rank == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            return f"{report.report(states, {})}; the store through which ranks meet is gone"
-        return report.report(states, {0: "has exited, and with it the store through which ranks meet"})
+    def _report_alone(self, is_silent: bool = False) -> str:
+        """The report without the store: rank 0 holds it, where no agent does. `is_silent`: it does not answer."""
+        own = report.report({self.rank: self._state()}, {})
+        if self._stopping.is_set():
+            own = f"rank {self.rank} is done and about to exit"
+        is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or program_rendezvous.address() is not None
+        if self.rank == 0 or is_agents:
+            became = "does not answer (is the agent that holds it stopped?)" if is_silent else "is gone"
+            return f"{own}; the store through which ranks meet {became}"
+        became = report.report({}, {0: self._exits.fate_of_first()}) if is_silent else "rank 0 has exited"
+        return f"{own}; {became}, and with it the store through which ranks meet"
 
     # ---- the alarm -----------------------------------------------------------------------------------------------
 
@@ -275,6 +312,7 @@ class Watchdog:
     ) -> str:
         """Bring about the report on all ranks, and return it; `if_past` is the one where nobody waits in the disputed
         operation any more. Ranks on their way to the dispute, or to `awaited_at`, get time to come there."""
+        self._due = time.monotonic() + 4 * ANSWER_TIME
         with self._alarm:
             try:
                 group, number = dispute or awaited_at or ("", 0)
@@ -310,10 +348,20 @@ class Watchdog:
                     absent[rank] = fate
                     missing.discard(rank)
             time.sleep(0.02)
-        absent |= {rank: self._exits.fate(rank) or _NO_ANSWER for rank in missing}
+        absent |= {rank: self._fate(rank) for rank in missing}
         if if_past and not any(state.waiting == dispute for state in states.values()):
             return if_past
         return report.report(states, absent, dispute)
+
+    def _fate(self, rank: int) -> str:
+        """What became of a rank that does not answer, with its line where it runs on."""
+        fate = self._exits.fate(rank) or crash_note.NO_ANSWER
+        own = (
+            [f for f in self._exits.stack(rank) if not f.file.startswith(_LIBRARIES)] if crash_note.BUSY in fate else []
+        )
+        return (
+            fate.replace(crash_note.BUSY, f"{crash_note.BUSY} at {shown(own[-1].file)}:{own[-1].line}") if own else fate
+        )
 
     def _discard_note(self) -> None:
         if self._note is not None:
@@ -386,10 +434,12 @@ class Watchdog:
 
     # ---- leaving -------------------------------------------------------------------------------------------------
 
-    def _exit(self, words: str = "have exited", is_well: bool = True) -> None:
+    def _exit(self, words: str = "", is_well: bool = True) -> None:
         """As this process ends. One that fails anyway announces that, and does not compare its operations."""
+        words = words or "have exited" + (f" by {rank_main.exit_words}" if rank_main.exit_words else "")
         if self._stopping.is_set():
             return
+        self._due = time.monotonic() + self.timeout + 2 * ANSWER_TIME
         self._stopping.set()
         if self._thread is not None and is_well:
             self._thread.join(ANSWER_TIME)
@@ -400,6 +450,7 @@ class Watchdog:
         else:
             with contextlib.suppress(RuntimeError):
                 self._exits.announce(words, self._logs)
+        self._left.set()
         self._discard_note()
 
     def _leave(self, words: str) -> Mismatch | None:

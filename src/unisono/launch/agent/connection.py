@@ -22,6 +22,13 @@ class Reporter:
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
+        self._refused = 0
+
+    def refused(self, count: int, first: str) -> None:
+        """Report connections of others to the job's store: the first at once, the number of all at the end."""
+        if count and not self._refused:
+            self._wire.send({"event": "refused", "from": first})
+        self._refused = count
 
     def output(self, rank: int, stream: str, data: bytes) -> None:
         text = base64.b64encode(data).decode() if stream == "result" else text_of(data)
@@ -41,8 +48,11 @@ class Reporter:
         event = {"event": "failed", "failures": failures, "attempt": attempt, "restarting": restarting, "last": last}
         self._wire.send(event)
 
-    def ended(self, codes: dict[int, int | None], problem: str | None) -> None:
-        self._wire.send({"event": "ended", "codes": list(codes.items()), "problem": problem})
+    def ended(self, codes: dict[int, int | None], problem: str | None, stopped: tuple[int, str, bool] | None) -> bool:
+        """stopped: the exit code and the reason of a job that was asked to stop, other than by its launcher, and
+        whether ranks of other agents would wait for these in vain. False where the launcher has gone."""
+        event = {"event": "ended", "codes": list(codes.items()), "problem": problem, "stopped": stopped}
+        return self._wire.send({**event, "refused": self._refused})
 
 
 class Stopped(Exception):
@@ -63,7 +73,9 @@ class StopListener:
         self._grace = 0.0
         self._keepalive: float | None = None  # seconds without a message of the launcher after which the job is over
         self._by_sigterm = False  # SIGTERM to the launcher or to this agent: ranks get their grace period
+        self.keeps_memory = False  # what ranks have saved in memory is for the agents that follow
         self.signal = signal.SIGTERM
+        self.received: signal.Signals | None = None  # by this process, and not through the launcher
         self.on_stop: Callable[[signal.Signals], None] | None = None
         for signum in _SIGNALS:
             signal.signal(signum, self._interrupt)
@@ -78,6 +90,10 @@ class StopListener:
                     self.signal = signal.Signals(message["signal"])
                     self._by_sigterm = self.signal == signal.SIGTERM
                     self._stop()
+                elif message["do"] == "keep":
+                    self.keeps_memory = True
+                elif message["do"] == "ping":
+                    self._wire.send({"event": "pong"})
                 elif message["do"] == "keepalive":
                     self._keepalive = message["seconds"]
         self._stop()
@@ -100,6 +116,8 @@ class StopListener:
 
     def _interrupt(self, signum: int, frame: FrameType | None) -> None:
         _ignore_signals()
+        if signum != signal.SIGUSR1:
+            self.received = signal.Signals(signum)
         if signum == signal.SIGTERM:
             self._by_sigterm = True
             self._grace = self._pool.grace

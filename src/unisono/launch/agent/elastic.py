@@ -12,14 +12,16 @@ from __future__ import annotations
 import datetime
 import logging
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -35,6 +37,9 @@ from unisono.launch import environment
 from unisono.launch.agent.connection import Reporter
 from unisono.launch.job import NodeJob
 from unisono.launch.outcome import failure
+from unisono.launch.store import program_rendezvous
+from unisono.launch.store.client import AuthenticatedStore
+from unisono.launch.store.server import StoreServer
 from unisono.launch.transport import network
 from unisono.launch.worker import rank_main
 from unisono.launch.worker.pool import WorkerPool
@@ -44,17 +49,25 @@ _STORE_TIMEOUT = datetime.timedelta(seconds=300)
 _EXIT_TIMEOUT = 30.0  # seconds in which the other nodes must notice that all have finished
 
 
-def open_store(job: NodeJob, listening: int | None) -> TCPStore:
-    """The job's store, served by the first node from a socket that is already listening."""
+def open_store(job: NodeJob, key: bytes | None, listening: socket.socket | None) -> Store:
+    """The job's store, served by the first node from a socket that is already listening. Without a key, which nodes
+    started by a scheduler may not have, it is one that takes anyone."""
     if job.start_timeout and listening is None:
         _await_first_node(job)
+    if key is None:
+        return _open_store(job, listening)
+    server = None if listening is None else StoreServer(listening, key)
+    return AuthenticatedStore(job.address, job.port, key, _STORE_TIMEOUT, server)
+
+
+def _open_store(job: NodeJob, listening: socket.socket | None) -> TCPStore:
     return TCPStore(
         job.address,
         job.port,
         is_master=listening is not None,
         timeout=_STORE_TIMEOUT,
         wait_for_workers=False,
-        master_listen_fd=listening,
+        master_listen_fd=None if listening is None else listening.detach(),
     )
 
 
@@ -71,8 +84,10 @@ def _await_first_node(job: NodeJob) -> None:
 class NodeRendezvous(RendezvousHandler):
     """A rendezvous of nodes with fixed numbers, once a generation."""
 
-    def __init__(self, store: TCPStore, job: NodeJob) -> None:
+    def __init__(self, store: Store, job: NodeJob) -> None:
         self._store = store
+        self._server = store.server if isinstance(store, AuthenticatedStore) else None
+        self._reserved: socket.socket | None = None
         self._job = job
         self._generations = PrefixStore("unisono/generations", store)
         self._ranks_store: TCPStore | None = None
@@ -127,13 +142,30 @@ class NodeRendezvous(RendezvousHandler):
             pause = min(2 * pause, 0.2)
 
     def _open_ranks_store(self) -> int:
-        """Port of the ranks' store: the agents' own for the first generation, a new one without old keys later."""
+        """Port of the ranks' store: the agents' own for the first generation, a new one without old keys later. Where
+        ranks meet in an authenticated store, a port that torch's store may have in a program that wants one."""
+        if isinstance(self._store, AuthenticatedStore):
+            self._reserved = network.reserve_port()
+            return int(self._reserved.getsockname()[1])
         if self.generation == 0:
             return self._job.port
         server = network.listen("127.0.0.1" if self._job.address == "127.0.0.1" else "", 0)
         port = int(server.getsockname()[1])
-        self._ranks_store = open_store(replace(self._job, port=port), server.detach())
+        self._ranks_store = _open_store(replace(self._job, port=port), server)
         return port
+
+    def variables(self, port: int) -> dict[str, str]:
+        """By which ranks find their store."""
+        is_own = isinstance(self._store, AuthenticatedStore)
+        return program_rendezvous.variables(self._job.address, self._job.port, port) if is_own else {}
+
+    def standing_still(self) -> AbstractContextManager[None]:
+        """In the block this process may fork."""
+        return nullcontext() if self._server is None else self._server.standing_still()
+
+    def refused(self) -> tuple[int, str]:
+        """How many connections to the store have not proved that they belong to the job, and whence the first came."""
+        return (0, "") if self._server is None else (self._server.refused, self._server.first_refused)
 
     def await_forks(self) -> None:
         """Wait until all nodes have forked their ranks: no rank may use the first node's store before."""
@@ -183,7 +215,7 @@ class NodeRendezvous(RendezvousHandler):
 class Agent(SimpleElasticAgent):
     """Runs a NodeJob to its end, restarts included."""
 
-    def __init__(self, job: NodeJob, pool: WorkerPool, store: TCPStore, reporter: Reporter) -> None:
+    def __init__(self, job: NodeJob, pool: WorkerPool, store: Store, reporter: Reporter) -> None:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
         self._job = job
         self._pool = pool
@@ -215,12 +247,14 @@ class Agent(SimpleElasticAgent):
         offset, ranks_here = self._job.local_offset, self._job.ranks_on_host or self._job.count
         port = worker_group.master_port
         assert port is not None
-        for worker in worker_group.workers:
-            variables = self._job.rank_variables(
-                worker.global_rank, offset + worker.local_rank, ranks_here, port, attempt
-            )
-            variables |= environment.of_elastic(attempt, self._job.max_restarts)
-            ids[worker.local_rank] = self._pool.start(worker.global_rank, variables, self._run_program)
+        with self._handler.standing_still():
+            for worker in worker_group.workers:
+                variables = self._job.rank_variables(
+                    worker.global_rank, offset + worker.local_rank, ranks_here, port, attempt
+                )
+                variables |= environment.of_elastic(attempt, self._job.max_restarts)
+                variables |= self._handler.variables(port)
+                ids[worker.local_rank] = self._pool.start(worker.global_rank, variables, self._run_program)
         self._handler.await_forks()
         self._pool.release()
         return ids
@@ -235,6 +269,7 @@ class Agent(SimpleElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._pool.pump(_MONITOR)
+        self._reporter.refused(*self._handler.refused())
         if self._pool.failures():
             # restarts are counted for the job, not for each node
             self._remaining_restarts = 0 if self._is_permanent() else self._job.max_restarts - self._attempt

@@ -9,21 +9,26 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import shutil
 import socket
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
-from unisono.errors import LaunchError
+from unisono.errors import LaunchError, UsageError
 from unisono.launch import environment
 from unisono.launch.agent.connection import Reporter, StopListener, Stopped
 from unisono.launch.job import CALL, MODULE, SCRIPT, Entrypoint, NodeJob
+from unisono.launch.store import program_rendezvous, secret
+from unisono.launch.store.server import StoreServer
 from unisono.launch.transport import network
 from unisono.launch.transport.wire import Message, Wire
 from unisono.launch.worker import process_tree, rank_main
-from unisono.launch.worker.pool import WorkerPool
+from unisono.launch.worker.pool import GRACE, WorkerPool
 
 
 def main() -> int:
@@ -33,11 +38,12 @@ def main() -> int:
     wire = _wire()
     wire.send({"event": "hello", **about})
     listening: dict[str, socket.socket] = {}
-    while not wire.closed:
-        for message in wire.receive():
-            if message["do"] == "run":
-                return _run(NodeJob.from_json(message["job"]), wire, listening.get("store"), keep)
-            wire.send(_answer(message, listening))
+    with contextlib.ExitStack() as until_end:
+        while not wire.closed:
+            for message in wire.receive():
+                if message["do"] == "run":
+                    return _run(NodeJob.from_json(message["job"]), wire, listening.get("store"), keep)
+                wire.send(_answer(message, listening, until_end))
     return 0
 
 
@@ -45,7 +51,7 @@ def _wire() -> Wire:
     """A socket if mpiexec started this process; else stdin and stdout, which nothing else may use from then on."""
     target = os.environ.pop(environment.CONNECT, None)
     if target is not None:
-        return _connect(*target.split(" ", 2))
+        return _connect(*target.rsplit(" ", 2))
     wire = Wire(os.dup(0), os.dup(1))
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -54,7 +60,9 @@ def _wire() -> Wire:
     return wire
 
 
-def _connect(token: str, port: str, addresses: str) -> Wire:
+def _connect(secret_file: str, port: str, addresses: str) -> Wire:
+    os.environ[environment.SECRET_FILE] = secret_file
+    key = secret.key_in(secret_file)
     for address in addresses.split(","):
         try:
             connection = socket.create_connection((address, int(port)), timeout=10)
@@ -62,8 +70,9 @@ def _connect(token: str, port: str, addresses: str) -> Wire:
             continue
         connection.settimeout(None)
         fd = connection.detach()
-        wire = Wire(fd, fd)
-        wire.send({"token": token})
+        wire = Wire(fd, fd, key)
+        while not wire.is_ready and not wire.closed:
+            wire.read_once()
         return wire
     raise SystemExit(f"{socket.gethostname()} cannot connect to the launcher at any of {addresses}, port {port}")
 
@@ -72,6 +81,7 @@ def _host_info() -> dict[str, Any]:
     launcher, own = network.addresses_of_ssh()
     return {
         "host": socket.gethostname(),
+        "pid": os.getpid(),
         "python": ".".join(map(str, sys.version_info[:3])),
         "unisono": sys.modules["unisono"].__version__,
         "torch": _version("torch"),
@@ -81,6 +91,9 @@ def _host_info() -> dict[str, Any]:
     }
 
 
+_SEGMENT = "/dev/shm/mpich_shm_"
+_LOOK = 5.0  # seconds between looks for it, until it is found
+_OTHERS_END = 4 * GRACE  # seconds in which the agents of other ranks end theirs, once the launcher has gone
 _STORE_ERRORS = ("DistNetworkError", "DistStoreError")  # torch's, which may not be imported yet
 
 _MPI_VARIABLES = (
@@ -97,15 +110,29 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _answer(message: Message, listening: dict[str, socket.socket]) -> Message:
+def _answer(message: Message, listening: dict[str, socket.socket], until_end: contextlib.ExitStack) -> Message:
     """Answer a request of the preflight."""
     match message["do"]:
+        case "keep":
+            folder, drawn = Path(message["folder"]), bytes.fromhex(message["secret"])
+            try:
+                folder.mkdir(0o700)
+                until_end.callback(shutil.rmtree, folder, ignore_errors=True)
+                secret.write(folder, drawn)
+            except FileExistsError:
+                return {"event": "kept", "problem": _not_kept(folder, drawn)}
+            except OSError as error:
+                return {"event": "kept", "problem": f"cannot keep the job's secret in {folder}: {error.strerror}"}
+            return {"event": "kept", "problem": ""}
+        case "reserve":
+            listening["program"] = network.reserve_port()
+            return {"event": "reserved", "port": listening["program"].getsockname()[1]}
         case "check":
             program = {**message["program"], "args": tuple(message["program"]["args"])}
             return {"event": "checked", "problem": _problem(Entrypoint(**program))}
         case "listen":
             try:
-                server = network.listen(message["address"], message["port"])
+                server = network.listen_at(message["address"], message["port"])
             except OSError as error:
                 return {"event": "listening", "problem": os.strerror(error.errno or 0)}
             listening[message["name"]] = server
@@ -114,6 +141,20 @@ def _answer(message: Message, listening: dict[str, socket.socket]) -> Message:
             found = [network.reach(address, port, message["timeout"]) for address, port in message["targets"]]
             return {"event": "probed", "found": found}
     raise AssertionError(f"unknown message {message!r}")
+
+
+def _not_kept(folder: Path, drawn: bytes) -> str:
+    """Why the job's secret is not there, "" if it is: hosts may have one folder for temporary files."""
+    deadline = time.monotonic() + 5
+    while True:
+        try:
+            if secret.key_in(folder / "secret") == secret.key_of(drawn):
+                return ""
+            return f"cannot keep the job's secret in {folder}: File exists"
+        except UsageError as error:  # the other host has not written it yet
+            if time.monotonic() > deadline:
+                return f"cannot keep the job's secret in {folder}: {error}"
+            time.sleep(0.02)
 
 
 def _problem(program: Entrypoint) -> str | None:
@@ -130,17 +171,20 @@ def _problem(program: Entrypoint) -> str | None:
 def _run(job: NodeJob, wire: Wire, server: socket.socket | None, keep: set[int]) -> int:
     reporter = Reporter(wire)
     pool = WorkerPool(reporter.output, keep, with_results=job.program.kind == CALL, close=(wire.read_fd, wire.write_fd))
+    if job.secret:
+        pool.share_secret(bytes.fromhex(job.secret))
     listener = StopListener(wire, pool)
     problem, is_stopped = None, False
+    segments: set[str] = set()
     try:
         if job.local_world:  # under mpiexec, which numbers and starts the ranks: one rank, no rendezvous
-            if server is not None:
-                server.close()  # it reserved the port for a store that rank 0 may open
-            _run_mpi_rank(job, pool, reporter)
+            _run_mpi_rank(job, pool, reporter, server, segments)
         else:
             _run_elastic(job, pool, reporter, server, listener)
     except Stopped:
-        is_stopped = True
+        is_stopped, since = True, time.monotonic()
+        if job.local_world:
+            _remove(segments | _mpi_segments(pool))  # ranks that still use them keep them
         listener.await_grace()
         pool.stop(listener.signal)
     except LaunchError as error:
@@ -154,12 +198,29 @@ def _run(job: NodeJob, wire: Wire, server: socket.socket | None, keep: set[int])
     listener.close()
     pool.drain()
     codes = {worker.rank: worker.code for worker in pool.workers.values()}
+    stopped = _stopped(pool, listener, job.host)
     pool.close()
     process_tree.sweep(os.getpid())
-    reporter.ended(codes, problem)
+    _remove(segments)
+    is_heard = reporter.ended(codes, problem, stopped)
     if job.local_world and not is_stopped:
         _await_launcher_close(wire)
+    elif job.local_world and not is_heard:  # as below, where nobody would end what the others have left
+        time.sleep(max(0.0, since + _OTHERS_END - time.monotonic()))
+    if not listener.keeps_memory:
+        shutil.rmtree(job.environment.get(environment.MEMORY, ""), ignore_errors=True)
     return 0
+
+
+def _stopped(pool: WorkerPool, listener: StopListener, host: str) -> tuple[int, str, bool] | None:
+    """Of ranks that ended early because they or this process were asked to: as Reporter.ended reports it."""
+    noted = pool.stop_note()
+    if noted is not None:
+        return *noted, listener.received is not None  # other agents wait for one that has gone, also if its ranks saved
+    if listener.received is None:
+        return None
+    name = listener.received.name
+    return 128 + listener.received, f"{name} was sent to the agent on host {host}; its ranks have ended", True
 
 
 def _await_launcher_close(wire: Wire) -> None:
@@ -176,7 +237,8 @@ def _run_elastic(
     from unisono.launch.agent import elastic
 
     _set_gloo_interface(job)
-    store = elastic.open_store(job, None if server is None else server.detach())
+    key = secret.key_of(bytes.fromhex(job.secret)) if job.secret else secret.of_job()
+    store = elastic.open_store(job, key, server)
     gc.collect()
     gc.freeze()  # ranks do not copy the pages that the collector would write to
     agent = elastic.Agent(job, pool, store, reporter)
@@ -202,13 +264,40 @@ def _set_gloo_interface(job: NodeJob) -> None:
         job.environment["GLOO_SOCKET_IFNAME"] = interface
 
 
-def _run_mpi_rank(job: NodeJob, pool: WorkerPool, reporter: Reporter) -> None:
-    variables = job.rank_variables(job.first_rank, job.local_rank, job.local_world, job.port, job.attempt)
+def _remove(paths: Iterable[str]) -> None:
+    for path in paths:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def _mpi_segments(pool: WorkerPool) -> set[str]:
+    """Files of the memory that MPICH's ranks on this host share. They outlive ranks that are killed."""
+    found = set()
+    for worker in pool.running:
+        with contextlib.suppress(OSError), open(f"/proc/{worker.pid}/maps") as maps:
+            found |= {line.split()[5] for line in maps if _SEGMENT in line}
+    return found
+
+
+def _run_mpi_rank(
+    job: NodeJob, pool: WorkerPool, reporter: Reporter, listening: socket.socket | None, segments: set[str]
+) -> None:
+    """listening: on the first host, for the job's store, which this process serves. `segments` is filled."""
+    variables = job.rank_variables(job.first_rank, job.local_rank, job.local_world, job.program_port, job.attempt)
+    variables |= program_rendezvous.variables(job.address, job.port, job.program_port)
     reporter.started(job.attempt)
     pool.start(job.first_rank, variables, lambda results: rank_main.run(job.program, results))
+    key = secret.of_job()
+    server = StoreServer(listening, key) if listening is not None and key is not None else None
     pool.release()
+    next_look = time.monotonic() + _LOOK
     while pool.running and not pool.failures():
         pool.pump(0.1)
+        if server is not None:
+            reporter.refused(server.refused, server.first_refused)
+        if not segments and time.monotonic() > next_look:
+            segments |= _mpi_segments(pool)
+            next_look = time.monotonic() + _LOOK
     if pool.failures():
         reporter.failed(pool, job.attempt, restarting=False)
         pool.stop()

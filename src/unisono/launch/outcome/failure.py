@@ -20,6 +20,7 @@ EXCEPTION = "exception"  # the script raised
 USAGE = "usage"  # incorrect use: a restart would fail in the same way
 HANG = "hang"  # the watchdog stopped the job; the text is its report
 HANG_CODE = 75  # exit code of a rank that the watchdog stopped
+RESUMABLE = 75  # exit code of a job that was asked to stop, has saved and can go on: EX_TEMPFAIL, as above
 PEER = "peer"  # stopped because another rank failed: never shown as the cause
 MAX_GRACE = 600.0  # seconds
 
@@ -74,9 +75,31 @@ def last_operation_of(record: str | Path) -> Path:
 def read_last_operation(path: Path) -> str:
     """Read the first line of the note; "" if there is none."""
     try:
-        return path.read_bytes().partition(b"\n")[0].strip(b"\0").decode(errors="replace")
+        return last_operation_in(path.read_bytes())
     except OSError:
         return ""
+
+
+def last_operation_in(note: bytes) -> str:
+    return note.partition(b"\n")[0].strip(b"\0").decode(errors="replace")
+
+
+def note_stop(text: str, code: int = RESUMABLE) -> None:
+    """Note that this rank was asked to stop and will end before its work is done: the job's exit code will be `code`,
+    also where the program goes on and ends without an error. An empty text withdraws it."""
+    path = _record_path()
+    if path and text:
+        Path(f"{path}.stopped").write_text(json.dumps([code, text]))
+    elif path:
+        Path(f"{path}.stopped").unlink(missing_ok=True)
+
+
+def read_stop(path: Path) -> tuple[int, str] | None:
+    """What the rank with the failure record `path` has noted; None if it was not asked to stop."""
+    with contextlib.suppress(OSError, ValueError):
+        code, text = json.loads(Path(f"{path}.stopped").read_text())
+        return int(code), str(text)
+    return None
 
 
 def request_grace(seconds: float) -> None:

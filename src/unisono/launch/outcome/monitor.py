@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from unisono.launch.console import Console
 from unisono.launch.job import LaunchJob
 from unisono.launch.outcome import failure, verdict
+from unisono.launch.outcome.heartbeat import Heartbeat
 from unisono.launch.outcome.verdict import RankFailure
 from unisono.launch.transport.link import AgentLink, AgentLinks
 from unisono.launch.transport.wire import Message
@@ -29,7 +30,9 @@ class Outcome:
     summary: str = ""  # the error in one line, without its traceback
     is_permanent: bool = False  # a restart would fail in the same way
     lost_hosts: dict[str, str] = field(default_factory=dict)  # hosts that do not answer any more: why
+    has_returned: bool = False  # the job was stopped to take back a host that had been lost
     attempt: int = 0  # restarts before the job ended
+    failed_rank: int | None = None  # the first that failed, if one did
 
 
 class Interrupted(Exception):
@@ -38,6 +41,7 @@ class Interrupted(Exception):
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
         self.signum = signum
+        self.attempt = 0  # restarts before it
 
 
 class Monitor:
@@ -48,9 +52,12 @@ class Monitor:
         console: Console,
         stderr_of: Callable[[AgentLink], str] | None = None,
         attempt: int = 0,
+        has_returned: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`stderr_of` returns the stderr of an agent that its link does not have; `attempt` is the first attempt."""
+        """`stderr_of` returns the stderr of an agent that its link does not have; `attempt` is the first attempt. The
+        ranks are asked to save and to stop when a lost host `has_returned`."""
         self._stderr_of = stderr_of or (lambda link: link.errors.decode(errors="replace"))
+        self._has_returned = has_returned
         self._job = job
         self._links = links
         self._console = console
@@ -61,13 +68,24 @@ class Monitor:
         self._results: dict[int, bytearray] = {}
         self._codes: dict[int, int | None] = {}
         self._lost = ""  # describes the first lost agent
+        self._lost_code = 1
+        self._heartbeat = Heartbeat(job, links, console.message)
         self._lost_hosts: dict[str, str] = {}
         self._problem = ""  # error of an agent; a lost host, if there is one, is its cause
         self._problem_since = 0.0
+        self._stopped: tuple[int, str] | None = None  # exit code and reason of a job that was asked to stop
+        self._stopped_since = 0.0
+        self._must_end = False  # ranks of other agents would wait for those that were stopped
         self._attempt = attempt
         self._is_stopping = False
+        self._is_returning = False  # stopped to be started again with a host that is back
         self._grace = 0.0  # seconds that ranks have requested after SIGTERM
         self._last: dict[int, str] = {}  # last operation of each rank
+
+    @property
+    def attempt(self) -> int:
+        """Restarts so far."""
+        return self._attempt
 
     def until_end(self) -> Outcome:
         """Wait until the job has ended by itself or failed for good."""
@@ -78,18 +96,33 @@ class Monitor:
         while any(link.ended is None for link in self._links) and not self._lost:
             self._listen(0.1)
             self._enforce_limit(time.monotonic() - began)
+            if not self._lost and (silent := self._heartbeat.silent()):
+                self._lost, self._lost_code = silent, failure.HANG_CODE
             if self._problem and time.monotonic() - self._problem_since > _SETTLE_PEER:
+                break
+            if self._must_end and time.monotonic() - self._stopped_since > _SETTLE_PEER:
                 break
             if self._console.is_unread:
                 raise Interrupted(signal.SIGPIPE)
             attempt = self._settled()
             if attempt is None:
+                if not self._failures.keys() - self._reported and self._has_returned():
+                    return self._stopped_for_return()
                 continue
             if not self._restarting:
                 break
             self._report_restart(attempt)
         self.stop()
         return replace(self._outcome(), lost_hosts=self._lost_hosts, attempt=self._attempt)
+
+    def _stopped_for_return(self) -> Outcome:
+        """End the ranks as SIGTERM to the launcher does; the job may have finished meanwhile."""
+        self._is_returning = True
+        self.stop(signal.SIGTERM)
+        codes = [self._codes.get(rank) for rank in range(self._job.world)]
+        if self._stopped is None and not any(code != 0 for code in codes):
+            return replace(self._outcome(), attempt=self._attempt)
+        return Outcome(has_returned=True, attempt=self._attempt)
 
     def _enforce_limit(self, seconds: float) -> None:
         limit = self._job.time_limit
@@ -100,6 +133,9 @@ class Monitor:
     def stop(self, signum: int | None = None) -> None:
         """End all ranks. Agents that do not close their connection in time are killed."""
         self._is_stopping = True
+        if self._may_restart(signum):
+            for link in self._links:
+                link.wire.send({"do": "keep"})
         if signum is not None:
             for link in self._links:
                 link.wire.send({"do": "stop", "signal": signum})
@@ -108,6 +144,13 @@ class Monitor:
         while time.monotonic() < began + self._grace + STOP and any(not link.is_closed for link in self._links):
             self._listen(0.1)
         self._links.kill()
+
+    def _may_restart(self, signum: int | None) -> bool:
+        """Whether new agents may go on from what ranks have saved in memory."""
+        if self._is_returning:
+            return True
+        is_failed = bool(self._failures) if self._job.backend == "mpi" else bool(self._lost_hosts)
+        return signum is None and is_failed and self._attempt < self._job.max_restarts + self._job.returns
 
     def close(self) -> None:
         self._links.close()
@@ -127,11 +170,25 @@ class Monitor:
                 self._console.mute(set(range(self._job.world)) - set(message["ranks"]))
             case "failed":
                 self._failed(message)
+            case "refused":
+                self._console.message(
+                    f"a connection from {message['from']} to the job's store was closed: it did not prove that it "
+                    "belongs to the job; others are counted"
+                )
+            case "pong":
+                self._heartbeat.answered(link)
             case "grace":
                 self._grace = max(self._grace, message["seconds"])
             case "ended":
                 link.ended = message
                 self._codes |= dict(message["codes"])
+                if message.get("refused", 0) > 1:
+                    self._console.message(
+                        f"{message['refused']} connections to the job's store were closed that did not belong to it"
+                    )
+                if message["stopped"] and self._stopped is None:
+                    code, reason, self._must_end = message["stopped"]
+                    self._stopped, self._stopped_since = (code, reason), time.monotonic()
                 if message["problem"] and not self._problem:
                     problem = message["problem"].rstrip()
                     is_sentence = not problem.startswith("Traceback")
@@ -184,19 +241,24 @@ class Monitor:
         self._reported.add(attempt)
         first = verdict.first(self._failures[attempt])
         cause = verdict.summary(first, self._host(first.rank))
-        self._console.message(f"restart {attempt + 1} of {self._job.max_restarts}: {cause}")
+        counted = attempt + 1 - self._job.returns
+        self._console.message(f"restart {counted} of {self._job.max_restarts}: {cause}")
 
     def _outcome(self) -> Outcome:
         results = {rank: bytes(data) for rank, data in self._results.items()}
         open_attempts = [attempt for attempt in self._failures if attempt not in self._reported]
         failures = self._failures[open_attempts[-1]] if open_attempts else []
-        if not failures or (self._lost and _could_follow_a_loss(failures)):
+        if not failures or ((self._lost or self._stopped) and _could_follow_a_loss(failures)):
+            if self._stopped is not None:
+                code, reason = self._stopped
+                return Outcome(code, reason, results, reason, is_permanent=True)
             error = self._lost or self._problem
-            return Outcome(1 if error else 0, error, results, error.partition("\n")[0])
+            return Outcome(self._lost_code if error else 0, error, results, error.partition("\n")[0])
         first = verdict.first(failures)
         error = verdict.describe(first, self._host(first.rank), self._last) + self._note(first, failures)
         summary = verdict.summary(first, self._host(first.rank))
-        return Outcome(first.exit_code, error, results, summary, is_permanent=first.kind == failure.USAGE)
+        is_permanent = first.kind == failure.USAGE
+        return Outcome(first.exit_code, error, results, summary, is_permanent, failed_rank=first.rank)
 
     def _note(self, first: RankFailure, failures: list[RankFailure]) -> str:
         if first.is_consequence:
@@ -220,6 +282,7 @@ def ending(monitor: Monitor) -> Iterator[None]:
         yield
     except Interrupted as interrupted:
         signum = interrupted.signum
+        interrupted.attempt = monitor.attempt
         raise
     finally:
         monitor.stop(signum)

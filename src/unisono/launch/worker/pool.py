@@ -25,6 +25,7 @@ from pathlib import Path
 from unisono.launch import environment
 from unisono.launch.outcome import failure, verdict
 from unisono.launch.outcome.verdict import RankFailure
+from unisono.launch.store import secret as job_secret
 from unisono.launch.worker import process_tree, rank_main
 
 GRACE = 2.0  # seconds between the stop signal and SIGKILL
@@ -46,6 +47,11 @@ class Worker:
     open_streams: set[int] = field(default_factory=set)
 
 
+def folder_prefix(pid: int) -> str:
+    """How the names of temporary folders of the process `pid` begin, for whoever sees that it was killed."""
+    return f"unisono-{pid}-"
+
+
 class WorkerPool:
     """Start ranks, forward their output to a listener, detect failures, stop all."""
 
@@ -57,11 +63,16 @@ class WorkerPool:
         self._keep = keep
         self._own = set(close)
         self._streams = ("out", "err", "result") if with_results else ("out", "err")
-        self._folder = Path(tempfile.mkdtemp(prefix="unisono-"))
+        self._folder = Path(tempfile.mkdtemp(prefix=folder_prefix(os.getpid())))
         self._selector = selectors.DefaultSelector()
+        self._secret_file: Path | None = None
         self._generation = 0
         self._gate: tuple[int, int] | None = None
         self.workers: dict[int, Worker] = {}
+
+    def share_secret(self, secret: bytes) -> None:
+        """Ranks find the job's secret in a file in a folder, and both are closed to other users."""
+        self._secret_file = job_secret.write(self._folder, secret)
 
     def start(self, rank: int, variables: Mapping[str, str], body: Callable[[int | None], int]) -> int:
         """Fork a rank. `body` receives the file descriptor for its result and returns the exit code. See `release`."""
@@ -86,6 +97,8 @@ class WorkerPool:
                     | {fd for pipe in pipes.values() for fd in pipe}
                 )
                 variables = {**variables, environment.FAILURE_FILE: str(record)}
+                if self._secret_file is not None:
+                    variables[environment.SECRET_FILE] = str(self._secret_file)
                 rank_main.enter(ends, variables, self._keep | {gate[0]}, close | {gate[1]}, parent)
                 os.read(gate[0], 1)  # blocks until every copy of the other end is closed
                 os.close(gate[0])
@@ -185,6 +198,11 @@ class WorkerPool:
             self.pump(TICK)
             found = self.failures()
         return found
+
+    def stop_note(self) -> tuple[int, str] | None:
+        """(exit code, sentence) of the first rank that was asked to stop and ended before its work was done."""
+        notes = (failure.read_stop(worker.record) for worker in self.workers.values())
+        return next((noted for noted in notes if noted is not None), None)
 
     @property
     def grace(self) -> float:

@@ -20,9 +20,41 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
         os.kill(os.getpid(), signum)
 
 
+def outlive_parent() -> None:
+    """No longer die_with_parent."""
+    _libc.prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+
+
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent dies, so that sweep() finds it."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+STOPPED = ("T", "t")  # by a signal, or in a debugger
+
+
+def state(pid: int) -> str:
+    """The kernel's letter for the state of a process; "" where there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()[0].decode()
+    except OSError:
+        return ""
+
+
+def hide_argument(argument: str, shown: str) -> None:
+    """Show other users' `ps` the start of an argument of this process only: the rest is overwritten where it lies."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        with open("/proc/self/stat", "rb") as stat:
+            fields = stat.read().rpartition(b")")[2].split()
+        first, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, see proc(5)
+        with open("/proc/self/cmdline", "rb") as line:
+            words = line.read()
+        wanted = os.fsencode(argument)
+        at = words.find(wanted + b"\0")
+        if first and at >= 0 and len(words) <= end - first:
+            rest = len(wanted) - len(os.fsencode(shown))
+            ctypes.memset(first + at + len(wanted) - rest, ord("*"), rest)
 
 
 def descendants(root: int) -> list[int]:
@@ -44,6 +76,17 @@ def descendants(root: int) -> list[int]:
         below = children.get(queue.pop(), [])
         found += below
         queue += below
+    return found
+
+
+def ancestors(pid: int) -> list[int]:
+    """Its parent, the parent of that, and so on."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        while pid > 1:
+            with open(f"/proc/{pid}/stat", "rb") as stat:
+                pid = int(stat.read().rpartition(b")")[2].split()[1])
+            found.append(pid)
     return found
 
 

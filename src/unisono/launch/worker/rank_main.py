@@ -5,10 +5,12 @@ The rank was forked from a process that had imported torch but computed nothing 
 
 from __future__ import annotations
 
+import ast
 import atexit
 import base64
 import builtins
 import faulthandler
+import importlib
 import io
 import os
 import pickle
@@ -25,11 +27,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unisono.errors import HangError, UsageError
+from unisono.launch import environment as variables
 from unisono.launch import process_threads
-from unisono.launch.job import CALL, MODULE, Entrypoint
+from unisono.launch.job import CALL, COMMAND, MODULE, Entrypoint
 from unisono.launch.outcome import failure
 from unisono.launch.outcome.failure import Failure
-from unisono.launch.worker import process_tree
+from unisono.launch.store import program_rendezvous
+from unisono.launch.worker import aliases, process_tree, stacks
 
 # Errors of c10d when a peer has died: a consequence of another failure.
 _PEER_LOST = re.compile(
@@ -40,6 +44,8 @@ _PEER_LOST = re.compile(
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _LAUNCH_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
+
+exit_words = ""  # how and where the program has called sys.exit, for reports
 
 at_entry: list[Callable[[], None]] = []  # called by every forked rank, to forget state of the process it comes from
 
@@ -63,6 +69,8 @@ def enter(
     _set_scheduling()
     _reseed()
     faulthandler.enable(file=2, all_threads=True)
+    program_rendezvous.install()
+    stacks.offer()
     for forget in at_entry:
         forget()
 
@@ -140,8 +148,13 @@ def run(program: Entrypoint, results: int | None = None) -> int:
 
 def _run(program: Entrypoint, results: int | None) -> None:
     os.chdir(program.directory)
+    aliases.install(os.environ.get(variables.AS, ""))
+    if module := os.environ.get(variables.COMPAT):
+        importlib.import_module(module).install()
     if program.kind == CALL:
         _call(program, results)
+    elif program.kind == COMMAND:
+        os.execvp(program.target, [program.target, *program.args])
     elif program.kind == MODULE:
         _run_module(program)
     else:
@@ -156,6 +169,13 @@ def perform(body: Callable[[], object]) -> int:
     if code or is_inherited:
         return code
     return _guarded(_finalize_mpi)  # last: it waits for ranks that may still wait for this one
+
+
+def attempt(function: Callable[..., Any], *args: Any) -> tuple[int, Any]:
+    """Call function, in a process that goes on after it: (exit code, result). An exception is recorded."""
+    results: list[Any] = []
+    code = _guarded(lambda: results.append(function(*args)))
+    return code, results[0] if results else None
 
 
 def _guarded(body: Callable[[], object]) -> int:
@@ -201,14 +221,32 @@ def _run_exit_handlers() -> None:
 
 def _run_script(program: Entrypoint) -> None:
     path = os.path.abspath(program.target)
-    sys.argv = [program.target, *program.args]
     sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=path, __builtins__=builtins, __spec__=None, __cached__=None)
     sys.modules["__main__"] = main
-    with io.open_code(path) as source:
-        code = compile(source.read(), path, "exec", dont_inherit=True)
+    with io.open_code(path) as file:
+        source = file.read()
+    code = compile(source, path, "exec", dont_inherit=True)
+    sys.argv = [program.target, *_local_rank(source, program.args), *program.args]
     exec(code, main.__dict__)
+
+
+def _local_rank(source: bytes, args: tuple[str, ...]) -> list[str]:
+    """`--local-rank=N` for a script that parses it, as torch.distributed.launch passes it."""
+    spellings = ("--local-rank", "--local_rank")
+    if os.environ.get(variables.USE_ENV) == "1" or any(arg.startswith(spellings) for arg in args):
+        return []
+    if not any(spelling.encode() in source for spelling in spellings):
+        return []
+    parsed = {
+        given.value
+        for call in ast.walk(ast.parse(source))
+        if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "add_argument"
+        for given in call.args
+        if isinstance(given, ast.Constant)
+    }
+    return next(([f"{each}={os.environ['LOCAL_RANK']}"] for each in spellings if each in parsed), [])
 
 
 def _run_module(program: Entrypoint) -> None:
@@ -235,10 +273,11 @@ def send_result(value: object, results: int | None) -> None:
 
 
 def _exit_code(request: SystemExit) -> int:
+    global exit_words
     code = 0 if request.code is None else request.code & 0xFF if isinstance(request.code, int) else 1
+    exit_words = f"sys.exit({code}){_exit_location(request.__traceback__)}"
     if code:
-        is_number = isinstance(request.code, int)
-        text = f"sys.exit({code}){_exit_location(request.__traceback__)}" if is_number else str(request.code)
+        text = exit_words if isinstance(request.code, int) else str(request.code)
         failure.record(Failure.now(_own_rank(), failure.EXCEPTION, text, code))
     return code
 
