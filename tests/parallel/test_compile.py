@@ -132,6 +132,7 @@ def test_inductor_gives_the_losses_of_one_device_with_its_dropout_masks(
     assert losses == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.thorough
 def test_alike_blocks_share_a_graph_and_batches_of_any_size_take_two() -> None:
     losses, trainer = _trained("compile", samples=(6, 6, 5, 4, 3, 6))
     expected, _ = _trained("dp=1", samples=(6, 6, 5, 4, 3, 6))

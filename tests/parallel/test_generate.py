@@ -116,6 +116,7 @@ def generates_through_a_pipeline(comm: Communicator, model: str) -> None:
     trainer.step(({"input_ids": prompts(), "use_cache": False}, prompts()))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", MODELS)
 def test_generate_through_a_pipeline(pools: Pools, model: str) -> None:
     pools("gloo", 2).run(generates_through_a_pipeline, model)

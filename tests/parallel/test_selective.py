@@ -230,6 +230,7 @@ def test_a_model_without_blocks_is_one_region() -> None:
     assert ops.counted["aten.silu"] == 2
 
 
+@pytest.mark.thorough
 def test_collectives_are_not_issued_twice(pools: Callable[[str, int], RankPool]) -> None:
     none, selective, full = pools("gloo", 2).run(_traffic)[0]
     assert none == selective

@@ -47,6 +47,8 @@ window.addEventListener('load', () => {
     line: [Math.round(line.width), Math.round(line.height)],
     bars: bars.filter(width => width > 1).length,
     cut: [...document.querySelectorAll('.timeline')].map(box => box.scrollWidth - box.clientWidth),
+    charts: [...document.querySelectorAll('svg.chart')].map(each => each.parentElement)
+      .map(box => box.scrollWidth - box.clientWidth),
     boxes: document.querySelectorAll('#pipeline rect[fill="#3b6fb6"] title').length,
     ranks: [...document.querySelectorAll('#run svg text[font-weight]')].map(text => text.textContent),
     output: [...document.querySelectorAll('#communication td:first-child')].map(cell => cell.textContent),
@@ -118,8 +120,9 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory, pools: Callable[[str, i
     return folder
 
 
-def test_the_page_and_the_trace_tell_the_run(run_folder: Path) -> None:
-    assert cli.main(["report", str(run_folder)]) == 0
+def test_the_page_and_the_trace_tell_the_run(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(run_folder), "--quiet"]) == 0
+    assert capsys.readouterr().out == ""
     page = (run_folder / "report.html").read_text()
     assert PLAN in page
     assert not re.search(r'(src|href)="(?!#)', page), "nothing is loaded from elsewhere"
@@ -216,6 +219,8 @@ def test_a_browser_draws_it(run_folder: Path, tmp_path: Path) -> None:
         assert min(seen["line"]) > 20, "the loss is a line with width and height"
         assert seen["bars"] >= 4 * 4
         assert seen["boxes"] == 2 * 2 * 2, "two pictures of two ranks with two forwards"
+        assert len(seen["charts"]) == 4
+        assert not any(seen["charts"]), "whole on a desk and on a phone"
         assert len(seen["cut"]) == 2
         assert all((sharded > 0) == (where == "phone") for sharded in seen["cut"]), (
             "whole on a desk, to be pushed on a phone"
@@ -248,4 +253,4 @@ def test_a_long_run_is_drawn_with_its_spikes() -> None:
     assert (kept[0], kept[-1]) == (curve[0], curve[-1])
     assert curve[71_234] in kept
     assert kept == sorted(kept)
-    assert len(charts.line_chart({"loss": curve, "short": curve[:3]}, "")) < 300_000
+    assert len(charts.line_chart({"loss": curve, "short": curve[:3]}, "loss")) < 300_000

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -19,6 +21,7 @@ from tests.train import stores
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.parallel.share import Share, share
+from unisono.train.data.given_batches import GivenBatches
 
 
 class Noisy(Dataset[Any]):
@@ -257,3 +260,38 @@ def test_stopped_in_mid_epoch_and_resumed_under_other_plans(
     assert sorted(number for batch in ids[:4] for number in batch) == list(range(30))  # an epoch: 8 + 8 + 8 + 6
     assert losses == pytest.approx(plain[0], rel=1e-9)
     assert answers[0][2] == pytest.approx(plain[2], rel=1e-9)
+
+
+class Drawn(Dataset[Any]):
+    """Never twice the same, whatever the generators are."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, number: int) -> tuple[bytes, int]:
+        return os.urandom(8), number
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_other_data_of_the_same_length_is_noticed_in_a_resume(is_given: bool) -> None:
+    comm = uni.init()
+
+    def loader(dataset: Any) -> Any:
+        return GivenBatches(DataLoader(dataset, batch_size=4), comm) if is_given else uni.Loader(dataset, 4)
+
+    try:
+        first, other = (TensorDataset(torch.arange(12.0) + add, torch.arange(12)) for add in (0, 1))
+        state = loader(first).state_dict()
+        generators = torch.get_rng_state()
+        with pytest.warns(RuntimeWarning, match="the TensorDataset has other samples than the one that the checkpoint"):
+            loader(other).load_state_dict(state)
+        assert torch.equal(generators, torch.get_rng_state())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loader(TensorDataset(torch.arange(12.0), torch.arange(12))).load_state_dict(state)
+            for dataset in (Noisy(12), Drawn(), [("text", {"a": np.ones(2)}, None, object())] * 12):
+                loader(dataset).load_state_dict(loader(dataset).state_dict())
+            old = {name: value for name, value in state.items() if name != "fingerprint"}
+            loader(other).load_state_dict(old)
+    finally:
+        uni.shutdown()

@@ -91,6 +91,7 @@ def records_of(file: Path) -> Iterator[Any]:
             yield record
 
 
+@pytest.mark.thorough
 def test_wandb(pools: Pools, tmp_path: Path) -> None:
     (expected,) = pools("gloo", 1).run(losses, "dp=1")
     for found in pools("gloo", 2).run(with_wandb, str(tmp_path)):

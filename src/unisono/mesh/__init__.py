@@ -6,6 +6,7 @@ route, reshard  the cheapest sequence of collectives between two placements, and
 global_index    which elements of a full tensor a rank holds, by number
 random/         random numbers by global index: dropout and torch's random functions, independent of the plan
 deferred_init/  models built on the meta device, materialized tensor by tensor
+named_groups    parameter groups by name, the same under every plan
 optimizers      how much of a parameter an optimizer must see; fused steps
 side_effects    trial runs that leave the user's objects as they were
 interception    blocks in which every operation passes through one method

@@ -31,6 +31,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.errors import UsageError
+from unisono.mesh.named_groups import NamedParameters
 from unisono.torch_compat import global_optimizer_post_hooks, global_optimizer_pre_hooks
 
 Make = Callable[[Any], Optimizer]
@@ -117,7 +118,7 @@ def _updated(
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         full = torch.randn(shape, generator=draw, dtype=torch.float64)
         parameters = [nn.Parameter(part.clone()) for part in split(full)]
-        optimizer = make(parameters)
+        optimizer = make(NamedParameters(parameters))
         for _ in range(steps):
             gradient = scale * torch.randn(shape, generator=draw, dtype=torch.float64)
             for parameter, part in zip(parameters, split(gradient), strict=True):
@@ -161,7 +162,7 @@ def _first_of_two(make: Make, seed: int, other: int) -> torch.Tensor:
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(seed)
         pair = [nn.Parameter(torch.randn(6, 4, generator=draw, dtype=torch.float64)) for _ in range(2)]
-        optimizer = make(pair)
+        optimizer = make(NamedParameters(pair))
         for _ in range(3):
             pair[0].grad = torch.randn(6, 4, generator=draw, dtype=torch.float64)
             pair[1].grad = torch.randn(6, 4, generator=draw_other, dtype=torch.float64)

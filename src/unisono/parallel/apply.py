@@ -22,6 +22,7 @@ from unisono.errors import TaskError, UsageError
 from unisono.mesh.deferred_init.deferred_model import DeferredModel, build_now, defer_init
 from unisono.mesh.deferred_init.seeded_init import in_dtype
 from unisono.mesh.mesh import Mesh
+from unisono.mesh.named_groups import GroupedOptimizer
 from unisono.mesh.random.state import RandomState
 from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.checks.parameter_reads import ParameterReads
@@ -100,7 +101,7 @@ def parallelize(
         raise UsageError(f'parallelize(batch={batch!r}): expected "global" or "local"')
     precision = Precision.of(precision)
     require_batch_dim(batch_dim)
-    optimizer = _checked(optimizer)
+    given, optimizer = optimizer, _checked(optimizer)
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     if plan.memory_limit is not None:
         raise UsageError(
@@ -123,6 +124,8 @@ def parallelize(
     plan = plan.but(compile=plan.compile or getattr(full, _WAS_COMPILED, False))
     are_rules_given = rules is not None
     refuse_what_cannot_be_right(plan, full)
+    if isinstance(given, GroupedOptimizer):
+        given.require_members(name for name, _ in full.named_parameters())
     precision.require_dtypes(full, optimizer)
     if cudagraph:
         require_capturable(plan, full, precision)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
+from unisono.mesh.named_groups import NamedParameters
 from unisono.mesh.random.state import RandomState
 from unisono.parallel.blocks import outermost_lists
 from unisono.parallel.checks.optimizer_scope import require_full_parameters
@@ -178,7 +179,7 @@ def replicate(made: Composition) -> None:
     if precision.dtype is not None:
         accumulate_in_float32(model.parameters())
     if not plan.zero:
-        made.stepping = made.optimizer(list(model.parameters()))
+        made.stepping = made.optimizer(NamedParameters.of(model))
         require_full_parameters(made.stepping, made.optimizer, model, is_sharded=plan.pp > 1)
         masters = precision.masters(model, made.gathered)
         if masters is not None:

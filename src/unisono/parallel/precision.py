@@ -38,6 +38,7 @@ from torch.optim import Optimizer
 
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
+from unisono.mesh.named_groups import NamedParameters
 from unisono.mesh.optimizers import OptimizerScope, optimizer_scope
 from unisono.parallel.float8 import Float8Layers, float8_layers
 from unisono.parallel.master_weights import ROUNDINGS, MasterWeights, RoundedStep, follow
@@ -212,7 +213,7 @@ class Precision:
                 "model.bfloat16(), or leave master=None out"
             )
         if halves:
-            self._require_masters(make, make(list(model.parameters())), halves[0])
+            self._require_masters(make, make(NamedParameters.of(model)), halves[0])
 
     def _require_masters(self, make: Callable[[Any], Optimizer], optimizer: Optimizer, name: str) -> None:
         kind = type(optimizer).__name__

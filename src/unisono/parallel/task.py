@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from unisono.comm.rendezvous import world
-from unisono.errors import UsageError
+from unisono.errors import UsageError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,10 @@ def load_task(address: str) -> Task:
     file = Path(path)
     if not file.is_file():
         raise UsageError(f"task {address!r}: there is no file {path}")
-    found = getattr(_module_of(file), name, None)
+    module = _module_of(file)
+    found = getattr(module, name, None)
     if found is None:
-        raise UsageError(f"task {address!r}: {path} has no {name!r}")
+        raise UsageError(f"task {address!r}: {path} has no {name!r}{did_you_mean(name, vars(module))}")
     task = found() if callable(found) and not isinstance(found, Task) else found
     if not isinstance(task, Task):
         raise UsageError(f"task {address!r}: {name} gave {type(task).__name__}; expected a uni.Task")

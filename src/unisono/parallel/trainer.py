@@ -132,6 +132,8 @@ class Trainer:
         None  # gets which comes, and what a pipeline does to it
     )
 
+    # gets a microbatch's number, outputs, targets and part of the loss, on the ranks that compute it
+    on_loss: Callable[[int, Any, Any, torch.Tensor], None] | None = None
     on_first_batch: Callable[[Any], None] | None = None  # called once, before anything is computed for it
 
     def __post_init__(self) -> None:
@@ -182,6 +184,8 @@ class Trainer:
             parameter.grad = None
         for _, each in self.optimized() if self.replicas.has_copies else ():
             each.grad = None
+        if self.scaler is not None:
+            self.scaler.is_finite = None
         self.forget_gradients()
 
     def _step_with_closure(self, batch: Batch) -> torch.Tensor:
@@ -191,6 +195,7 @@ class Trainer:
             self.zero_grad()
             loss = self.backward(batch)
             self._clip()
+            self._observe = None  # of several evaluations, the first is at the parameters of the step
             return loss
 
         self.require_hooks()
@@ -199,13 +204,53 @@ class Trainer:
         self.steps += 1
         return torch.as_tensor(loss).detach()
 
-    def backward(self, batch: Batch) -> torch.Tensor:
-        """Forward and backward only; after it, gradients are those of the global batch, before clipping."""
+    def backward(self, batch: Batch, scale: float = 1.0) -> torch.Tensor:
+        """Forward and backward only, which a pipeline interleaves; the loss on the global batch.
+
+        After it, gradients are those of the global batch, before clipping. Those of earlier calls since `zero_grad` are
+        kept and added to, as by torch; `scale` is a factor of this batch's, as 1 / 4 for the mean of four batches.
+        """
+        if isinstance(batch, torch.Tensor):
+            raise UsageError(
+                "trainer.backward was given a tensor; expected the batch: loss = trainer.backward((inputs, targets)) "
+                "runs forward and backward under any plan, and for a loss of your own use loss.backward() (with pp=1)"
+            )
+        earlier = self._take_gradients()
         with self.replicas.stepping():
             loss = self._backward(as_pair(batch))
+        if earlier or scale != 1.0:
+            self._add_gradients(earlier, scale)
         if self.torch_clipping is not None:
             self.torch_clipping.refuse()
         return loss
+
+    def _gradients_at(self) -> Iterator[torch.Tensor]:
+        """What may have a gradient: parameters and, where the optimizer updates others, those."""
+        yield from self.model.parameters()
+        if self.replicas.has_copies:
+            yield from (each for _, each in self.optimized())
+
+    def _take_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Gradients of earlier backwards, off the tensors that have them: the sums over ranks write over them."""
+        if all(each.grad is None for each in self._gradients_at()):
+            return []
+        self.replicas.complete()
+        taken = []
+        for each in self._gradients_at():
+            if each.grad is not None:
+                taken.append((each, each.grad.clone()))  # buckets are used again
+                each.grad = None
+        return taken
+
+    @torch.no_grad()
+    def _add_gradients(self, earlier: Sequence[tuple[torch.Tensor, torch.Tensor]], scale: float) -> None:
+        if scale != 1.0:
+            for gradient in {
+                id(each.grad): each.grad for each in self._gradients_at() if each.grad is not None
+            }.values():
+                gradient.mul_(scale)
+        for each, gradient in earlier:
+            each.grad = gradient if each.grad is None else gradient.add_(each.grad)
 
     def forget_gradients(self) -> None:
         """Gradients have been used, or are gone: until the next backward there is nothing that torch could clip."""
@@ -231,7 +276,9 @@ class Trainer:
         if self.tied is not None:
             self.tied.sum(dict(self.optimized()))
         if self.scaler is not None:
-            self.scaler.unscale(parameter for _, parameter in self.optimized())
+            was_finite = self.scaler.is_finite  # of earlier backwards of this step
+            is_finite = self.scaler.unscale(parameter for _, parameter in self.optimized())
+            self.scaler.is_finite = is_finite and was_finite is not False
         return loss
 
     def update(self) -> None:
@@ -359,6 +406,20 @@ class Trainer:
             raise UsageError(f"{type(self.model).__name__} has no generate(); expected a Hugging Face model that has")
         with self._evaluating():
             return self.model.generate(input_ids, **options)  # type: ignore[operator]
+
+    @contextlib.contextmanager
+    def observing(self, observe: Callable[[Any, Any], None]) -> Iterator[None]:
+        """In the block, training steps show their outputs as `evaluate` does: detached, with full logits."""
+        if self.cuda_graph is not None:
+            raise UsageError(
+                "a step that runs as a CUDA graph computes nothing beside it: metrics of training batches need "
+                "cudagraph=False"
+            )
+        self._observe = observe
+        try:
+            yield
+        finally:
+            self._observe = None
 
     @contextlib.contextmanager
     def _observed(self, observe: Callable[[Any, Any], None] | None) -> Iterator[None]:
@@ -612,12 +673,19 @@ class Trainer:
         partials = [self.loss(*pair) for pair in self._pairs(outputs, part)]
         partial = sum(partials[1:], partials[0]) if partials else zero_of(outputs)
         if self._observe is not None:
-            targets = self._targets(self._microbatches[number])
-            if isinstance(outputs, Recorded):
-                outputs, targets = outputs.evaluated(targets.labels), targets.targets
-            self._observe(outputs, targets)
+            self._show(outputs, self._targets(part))
+        if self.on_loss is not None:
+            self.on_loss(number, tree_map(full_of_shard, outputs), self._targets(part), partial.detach())
         aux = collect_aux(self.model)
         return partial if aux is None else partial + aux
+
+    @torch.no_grad()
+    def _show(self, outputs: Any, targets: Any) -> None:
+        """Let the observer see outputs as the model would have returned them, with full logits."""
+        assert self._observe is not None
+        if isinstance(outputs, Recorded):
+            outputs, targets = outputs.evaluated(targets.labels), targets.targets
+        self._observe(tree_map(_seen, outputs), targets)
 
     def require_hooks(self) -> None:
         """Of step hooks that came after the plan was applied: as those that were there."""
@@ -657,6 +725,11 @@ class Trainer:
         self.steps, self.skipped = state["steps"], state["skipped"]
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
+
+
+def _seen(leaf: Any) -> Any:
+    """Of an output, what an observer may have: full logits, without their history."""
+    return full_of_shard(leaf).detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def takes_closure(optimizer: Optimizer) -> bool:

@@ -1,4 +1,7 @@
-"""Charts as SVG: lines over steps, stacked bars and the mesh of a plan. The page has their colours."""
+"""Charts as SVG: lines over steps, stacked bars and the mesh of a plan. The page has their colours.
+
+They are narrow, so that a phone shows all of them with text that can be read.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +11,33 @@ from math import floor, isfinite, log10
 
 from unisono.plan.plan import AXES, Plan
 
-WIDTH, HEIGHT = 720, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 34
+WIDTH, HEIGHT = 480, 250
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 28, 34
 HUES = ("#1c7ed6", "#d9480f", "#2f9e44", "#9c36b5", "#e8a200", "#0c8599")
 _ROW = 26
 _POINTS = 1000  # maximum of a curve, and two
 
 
-def line_chart(curves: Mapping[str, Sequence[tuple[float, float]]], unit: str, axis: str = "step") -> str:
-    """One line for each curve; tooltips show the values of points."""
+def line_chart(
+    curves: Mapping[str, Sequence[tuple[float, float]]], quantity: str, unit: str = "", axis: str = "step"
+) -> str:
+    """One line for each curve; tooltips show the values of points. Above the vertical axis are quantity and unit."""
     points = [(x, y) for curve in curves.values() for x, y in curve if isfinite(y)]
     if not points:
         return ""
     low_x, high_x = min(x for x, _ in points), max(x for x, _ in points)
     low, high = min(y for _, y in points), max(y for _, y in points)
-    low, high = (low - 0.5, high + 0.5) if low == high else (low, high)
+    if low == high:
+        low, high = low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)
     across = (WIDTH - _LEFT - _RIGHT) / max(high_x - low_x, 1e-12)
     down = (HEIGHT - _TOP - _BOTTOM) / (high - low)
 
     def to_pixels(x: float, y: float) -> tuple[float, float]:
         return round(_LEFT + (x - low_x) * across, 1), round(HEIGHT - _BOTTOM - (y - low) * down, 1)
 
+    title = escape(f"{quantity} ({unit})" if unit else quantity)
     parts = [f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">']
+    parts.append(f'<text class="soft" x="4" y="14">{title}</text>')
     for value in _ticks(low, high):
         y = to_pixels(low_x, value)[1]
         parts.append(f'<line class="rule" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
@@ -44,7 +52,7 @@ def line_chart(curves: Mapping[str, Sequence[tuple[float, float]]], unit: str, a
         path = " ".join(f"{x},{y}" for x, y in pixels)
         parts.append(f'<polyline fill="none" stroke="{hue}" stroke-width="2" points="{path}"/>')
         for (x, y), (step, value) in zip(pixels, drawn, strict=True):
-            title = f"{escape(name)} {value:.6g} {escape(unit)} at {escape(axis)} {step:g}"
+            title = f"{escape(name)} {value:.6g}{escape(f' {unit}' if unit else '')} at {escape(axis)} {step:g}"
             parts.append(f'<circle cx="{x}" cy="{y}" r="6" fill="{hue}" class="point"><title>{title}</title></circle>')
     return "\n".join([*parts, "</svg>", legend(list(curves))])
 

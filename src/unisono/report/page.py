@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from importlib import resources
@@ -20,12 +21,7 @@ _KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 def as_page(run: Run) -> str:
     """The file as text."""
-    try:
-        import jinja2
-    except ImportError:
-        raise MissingPackageError("jinja2", "unisono report", "report") from None
-    source = resources.files("unisono.report").joinpath("page.html").read_text(encoding="utf-8")
-    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(source)
+    template = _template()
     planned, measured = pipeline_svgs(run)
     return template.render(
         name=run.path.resolve().name,
@@ -34,15 +30,25 @@ def as_page(run: Run) -> str:
         mesh=charts.mesh_svg(run.plan),
         planned=planned,
         measured=measured,
-        losses=charts.line_chart({"loss": run.curve("loss")} | _validation(run), ""),
-        rates=charts.line_chart({"learning rate": run.curve("rate")}, ""),
-        times=charts.line_chart(_times(run), "ms"),
+        losses=charts.line_chart({"loss": run.curve("loss")} | _validation(run), "loss"),
+        rates=charts.line_chart({"learning rate": run.curve("rate")}, "learning rate"),
+        times=charts.line_chart(_times(run), "time of a step", "ms"),
         memory=charts.stacked_bars(_memory(run)),
         collectives=_collectives(run),
         why=run.why,
         programs=programs(run),
         static=run.program,
     )
+
+
+@functools.cache
+def _template() -> Any:
+    try:
+        import jinja2
+    except ImportError:
+        raise MissingPackageError("jinja2", "unisono report", "report") from None
+    source = resources.files("unisono.report").joinpath("page.html").read_text(encoding="utf-8")
+    return jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(source)
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:

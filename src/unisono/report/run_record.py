@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from unisono.errors import UsageError
 from unisono.plan.plan import Plan
+from unisono.plan.schedules.picture import WORDS
+from unisono.regular_files import parse_json, read_json, read_text
+
+_MALFORMED = (ValueError, LookupError, TypeError, AttributeError)
+_MOST = 1 << 16  # ranks, and actions of a pipeline
 
 
 @dataclass(frozen=True)
@@ -31,19 +37,27 @@ class Run:
         if not file.is_file():
             raise UsageError(f"{path} has no run.json; give the folder of fit(save=...)")
         try:
-            starts = json.loads(file.read_text(encoding="utf-8"))["starts"]
+            starts = list(read_json(file)["starts"])
             plan = Plan.parse(starts[-1]["plan"])
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise UsageError(f"{file} cannot be read as the record of a run: {error}") from None
-        steps = list(_lines(path / "steps.jsonl"))
+        except (OSError, *_MALFORMED) as error:
+            raise UsageError(f"{file} cannot be read as the record of a run: {str(error)[:200]}") from None
+        if max(plan.world, plan.pp * plan.chunks * plan.microbatches) > _MOST:
+            raise UsageError(f"{file}: plan {str(plan)[:200]} is of more than {_MOST} ranks or actions; none is drawn")
         ranks = {}
-        for rank in range(plan.world):
-            with contextlib.suppress(OSError, ValueError):  # a killed rank has written none
-                data = json.loads((path / "ranks" / f"{rank}.json").read_text(encoding="utf-8"))
+        for rank in sorted(_ranks(path / "ranks", plan.world)):
+            with contextlib.suppress(OSError, *_MALFORMED):  # a killed rank has written none, or a part
+                data = read_json(path / "ranks" / f"{rank}.json")
                 if data.get("plan", str(plan)) == str(plan):  # else it is of an earlier start
+                    data["spans"] = [_span(*span) for span in data["spans"]]
                     ranks[rank] = data
-        page = path / "program.html"
-        return cls(path, starts, steps, ranks, page.read_text(encoding="utf-8") if page.is_file() else "")
+        page = ""
+        try:
+            steps = [line for line in _lines(path / "steps.jsonl") if isinstance(line, dict) and "step" in line]
+            if (path / "program.html").exists():
+                page = read_text(path / "program.html")
+        except (OSError, ValueError) as error:
+            raise UsageError(f"the run in {path} cannot be read: {str(error)[:200]}") from None
+        return cls(path, starts, steps, ranks, page)
 
     @property
     def plan(self) -> Plan:
@@ -68,7 +82,21 @@ class Run:
 
 
 def _lines(file: Path) -> Any:
-    if file.is_file():
-        for line in file.read_text(encoding="utf-8").splitlines():
+    if file.exists():
+        for line in read_text(file).splitlines():
             with contextlib.suppress(ValueError):  # a truncated last line of a killed run
-                yield json.loads(line)
+                yield parse_json(line)
+
+
+def _ranks(folder: Path, world: int) -> Iterator[int]:
+    """Those that have written a file."""
+    for file in folder.glob("*.json"):
+        if re.fullmatch("[0-9]{1,9}", file.stem) and int(file.stem) < world:
+            yield int(file.stem)
+
+
+def _span(kind: Any, stage: Any, microbatch: Any, start: Any, end: Any) -> tuple[str, int, int, float, float]:
+    """An action of the profiled step; TypeError or ValueError for what is none, which would be drawn as it stands."""
+    if kind not in WORDS:
+        raise ValueError(f"the action {kind!r}")
+    return kind, int(stage), int(microbatch), float(start), float(end)

@@ -21,7 +21,7 @@ def pipeline_svgs(run: Run) -> tuple[str, str]:
     measured = _measured(run, order)
     if measured is None:
         return draw_svg(timeline(order)), ""
-    return draw_svg(timeline(order, _costs(measured))), draw_svg(measured)
+    return draw_svg(timeline(order, _costs(measured)), unit="ms"), draw_svg(measured, unit="ms")
 
 
 def _order(plan: Plan) -> Schedule:

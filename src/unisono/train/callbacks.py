@@ -49,6 +49,7 @@ class StepInfo:
     is_logged: bool = True  # whether `log_every` has the step in logs
     gradient_norm: float | None = None  # of the full model, before clipping; with `norms`, in steps that are logged
     weight_norm: float | None = None  # of the full model, after the step
+    metrics: dict[str, float] = field(default_factory=dict)  # of the step's batch, with fit(train_metrics=True)
     mfu: float | None = None  # model FLOPs utilization: the share of the devices' peak, where that is known
 
     def numbers(self) -> dict[str, Any]:
@@ -64,6 +65,7 @@ class StepInfo:
         if self.tokens is not None:
             line["tokens_per_second"] = self.tokens / self.seconds if self.seconds else None
         line |= {f"rate_{number}": rate for number, rate in enumerate(self.rates) if number}
+        line |= self.metrics
         for name in ("gradient_norm", "weight_norm", "mfu"):
             if getattr(self, name) is not None:
                 line[name] = getattr(self, name)

@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from unisono.comm.rendezvous import world
 from unisono.comm.same_data import SameBatch, require_same_batch
 from unisono.errors import CheckpointError, UsageError
 from unisono.launch import environment
+from unisono.mesh.named_groups import Groups, grouped
 from unisono.parallel import task
 from unisono.parallel.apply import Model
 from unisono.parallel.inputs import as_inputs, as_pair
@@ -51,6 +52,7 @@ from unisono.train.data.loader import Loader
 from unisono.train.data.reading import Collate
 from unisono.train.data.sampler import require_whole_number
 from unisono.train.fit import Fit, History, Options
+from unisono.train.metric_sums import TrainingMetrics
 from unisono.train.metrics import Function, Metric, named, number_of
 from unisono.train.telemetry.run_folder import RunFolder
 from unisono.train.telemetry.step_program import StepProgram
@@ -90,6 +92,8 @@ class Engine:
         cudagraph: On one GPU, run steps as a CUDA graph, for small models.
         collate: Makes a batch from a list of samples, as a Hugging Face data collator, for datasets given to `fit`,
             `evaluate` and `predict`.
+        parameter_groups: Options of the optimizer by patterns of parameters' names, as {"head.*": {"lr": 1e-3},
+            "*.bias|*.norm*": {"weight_decay": 0.0}}; the first pattern that matches counts.
 
     Raises:
         UsageError: An argument is not what was expected.
@@ -115,6 +119,7 @@ class Engine:
         compile: bool = False,
         cudagraph: bool = False,
         collate: Collate | None = None,
+        parameter_groups: Groups | None = None,
     ) -> None:
         self._batch_dim = require_batch_dim(batch_dim)
         plan = os.environ.get(environment.PLAN) or plan
@@ -125,7 +130,7 @@ class Engine:
         self._loss: Loss = own_loss if loss is None else loss
         if optimizer is None:
             raise UsageError(f"Engine without optimizer=; expected a function: {_FORMS['optimizer']}")
-        self._optimizer = optimizer
+        self._optimizer = optimizer if parameter_groups is None else grouped(optimizer, parameter_groups)
         self._collate = collate
         self._scheduler = scheduler
         self.metrics = named(metrics)
@@ -160,6 +165,7 @@ class Engine:
         self.trainer: Trainer | None = None
         self.schedule: Any = None  # torch's scheduler, set by prepare
         self.choice: Choice | None = None
+        self._training_metrics: TrainingMetrics | None = None
         self._example: tuple[Any, Any] | None = None
         self.program = StepProgram(None)
 
@@ -397,15 +403,23 @@ class Engine:
 
     # ---- training ------------------------------------------------------------------------------------------------
 
-    def run(self, batch: Any) -> torch.Tensor:
+    @overload
+    def run(self, batch: Any, *, metrics: Literal[False] = False) -> torch.Tensor: ...
+
+    @overload
+    def run(self, batch: Any, *, metrics: Literal[True]) -> tuple[torch.Tensor, dict[str, float]]: ...
+
+    def run(self, batch: Any, *, metrics: bool = False) -> torch.Tensor | tuple[torch.Tensor, dict[str, float]]:
         """One training step on a global batch.
 
         Args:
             batch: The same on every rank or, with Engine(batch="local"), the rank's own samples: (inputs, targets), or
                 a mapping of the model's inputs with labels, from which the model computes the loss.
+            metrics: Return the engine's metrics of the batch too, from the outputs of the step itself, as
+                {"train_accuracy": 0.75}.
 
         Returns:
-            The loss as on one device.
+            The loss as on one device; with `metrics`, the loss and the values by name.
         """
         batch = as_pair(batch)
         if task.is_sought():
@@ -415,6 +429,15 @@ class Engine:
         self.prepare(batch)
         if not first_batch_size(batch, self._batch_dim):
             raise UsageError("run: the batch has no sample; expected at least one")
+        if not metrics:
+            return self._stepped(batch)
+        if self._training_metrics is None:
+            self._training_metrics = TrainingMetrics(self.ready, self.metrics)
+        with self.ready.observing(self._training_metrics.observe):
+            loss = self._stepped(batch)
+        return loss, self._training_metrics.values()
+
+    def _stepped(self, batch: Any) -> torch.Tensor:
         loss = self.ready.step(batch)
         if self.schedule is not None:
             self.schedule.step()
@@ -433,6 +456,7 @@ class Engine:
         save: str | Path | None = None,
         save_best: str | None = None,
         save_every: int | None = None,
+        memory_every: int | None = None,
         keep: int = 3,
         resume: bool = False,
         shuffle: bool | None = None,
@@ -445,6 +469,7 @@ class Engine:
         log_every: int | None = None,
         norms: bool = False,
         profile_steps: str | None = None,
+        train_metrics: bool = False,
     ) -> History:
         """Train on the dataset; every rank calls it.
 
@@ -457,10 +482,12 @@ class Engine:
             max_time: End after the step that runs at that time: seconds, or a text, as "90m" or "12h".
             validation: Data to evaluate after each epoch, and after every `evaluate_every` steps.
             evaluate_every: Steps between two evaluations within an epoch.
-            save: The run folder, with a log and checkpoints.
+            save: The run folder, with a log and checkpoints; or "memory": no folder, and checkpoints every `save_every`
+                steps in the memory of the hosts, from which restarts of the job go on.
             save_best: A value of the evaluations, as "validation_loss"; the step with the best one is kept in the
                 folder `best` of the run folder.
             save_every: Steps between two checkpoints; default: one after every epoch.
+            memory_every: Steps between two checkpoints in memory, beside those in the run folder.
             keep: How many of the newest checkpoints are kept.
             resume: Continue from the newest valid checkpoint.
             shuffle: Default for map-style datasets.
@@ -475,12 +502,21 @@ class Engine:
             norms: Log the norms of gradients, before clipping, and of weights, of the full model.
             profile_steps: "10..12" writes the trace of torch's profiler for these steps, one for each rank, to the run
                 folder.
+            train_metrics: Compute the engine's metrics of every training batch too, from the outputs of the step
+                itself; `history.metrics["train_accuracy"]` has a value for each step.
 
         Returns:
             The history of losses and evaluations, the same on every rank.
         """
         if save is not None and (not isinstance(save, str | Path) or not str(save)):
             raise UsageError(f"fit(save={save!r}): expected the path of a folder")
+        if save == "memory":
+            if save_every is None or memory_every is not None or resume:
+                raise UsageError(
+                    "fit(save='memory') needs save_every=STEPS, and has neither memory_every nor resume: what is in "
+                    "memory lasts as long as the job; for a folder of that name, save='./memory'"
+                )
+            save, save_every, memory_every = None, None, save_every
         if save is None and (save_every is not None or resume):
             raise UsageError("fit(save_every=..., resume=...) needs save=FOLDER, the folder of checkpoints")
         for each in callbacks if isinstance(callbacks, Sequence) else [callbacks]:
@@ -488,7 +524,7 @@ class Engine:
                 raise UsageError(f"fit(callbacks=...): {each!r}; expected a list of uni.Callback")
         options = Options(
             epochs, steps, look_every, nonfinite, save_every, keep, resume, progress, evaluate_every,
-            _seconds(max_time), log_every, norms, profile_steps,
+            _seconds(max_time), log_every, norms, profile_steps, train_metrics, memory_every,
         )  # fmt: skip
         if profile_steps is not None:
             steps_of(profile_steps)

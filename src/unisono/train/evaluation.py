@@ -20,8 +20,8 @@ from unisono.parallel.share import (
     samples_between,
 )
 from unisono.parallel.trainer import Trainer
-from unisono.plan.plan import REPLICAS
 from unisono.train.data.sampler import require_whole_number
+from unisono.train.metric_sums import MetricSums
 from unisono.train.metrics import Function, Metric, number_of
 
 
@@ -76,27 +76,9 @@ def _sums_of(trainer: Trainer, batch: Any, metrics: dict[str, Metric]) -> tuple[
     """The loss of one batch, and the sums of each metric over it."""
     if not metrics:
         return trainer.evaluate(batch), {}
-    local: dict[str, torch.Tensor] = {}
-    for metric in metrics.values():
-        metric.trained_with(trainer.loss.loss, is_sharded=trainer.plan.cp > 1)
-
-    def observe(outputs: Any, targets: Any) -> None:
-        for name, metric in metrics.items():
-            part = metric.sums(outputs, targets)
-            if not isinstance(part, torch.Tensor) or part.ndim != 1:
-                shown = f"a tensor of shape {list(part.shape)}" if isinstance(part, torch.Tensor) else repr(part)
-                raise UsageError(f"metric {name!r}: its sums are {shown}; expected a tensor with one dim")
-            part = part.detach().cpu().double()
-            local[name] = local[name] + part if name in local else part
-
-    loss = trainer.evaluate(batch, observe)
-    lengths = trainer.mesh.comm("pp").all_gather_object({name: len(part) for name, part in local.items()})
-    length = max(lengths, key=len)  # only the last stage has outputs
-    flat = torch.cat([local.get(name, torch.zeros(length[name], dtype=torch.double)) for name in metrics])
-    trainer.mesh.comm(*REPLICAS).all_reduce(flat)
-    trainer.mesh.comm("pp").all_reduce(flat)
-    parts = flat.split([length[name] for name in metrics])
-    return loss, dict(zip(metrics, parts, strict=True))
+    sums = MetricSums(trainer, metrics)
+    loss = trainer.evaluate(batch, sums.observe)
+    return loss, sums.total()
 
 
 def predict(trainer: Trainer, inputs: Any, batch_size: int, device: torch.device) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import resource
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -16,13 +17,16 @@ import torch
 
 from unisono.errors import UnisonoError, UsageError
 from unisono.launch import environment
+from unisono.launch.outcome import failure
 from unisono.parallel.trainer import Trainer, takes_closure
 from unisono.train import evaluation, nonfinite
 from unisono.train.callbacks import Callback, StepInfo, tokens_of
 from unisono.train.checkpoint.checkpoints import Checkpoints
+from unisono.train.checkpoint.in_memory import MemoryCheckpoints
 from unisono.train.data.given_batches import GivenBatches
 from unisono.train.data.loader import Loader
 from unisono.train.data.sampler import require_whole_number
+from unisono.train.metric_sums import TrainingMetrics
 from unisono.train.preemption import OUT_OF_TIME, TERMINATED, Preemption
 from unisono.train.telemetry.loggers import TensorBoardLogger
 from unisono.train.telemetry.progress import Display
@@ -49,6 +53,7 @@ class History:
     """Result of a run: the loss of every step, and the values of every evaluation."""
 
     losses: list[float] = field(default_factory=list)
+    metrics: dict[str, list[float]] = field(default_factory=dict)  # of every step, with fit(train_metrics=True)
     values: list[dict[str, float]] = field(default_factory=list)
     evaluated: list[int] = field(default_factory=list)  # the steps after which `values` were measured
     first_step: int = 0  # steps done before, after a resume
@@ -74,15 +79,18 @@ class Options:
     log_every: int | None = None
     norms: bool = False
     profile_steps: str | None = None
+    train_metrics: bool = False
+    memory_every: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "steps", "look_every", "save_every", "evaluate_every", "log_every"):
+        for name in ("epochs", "steps", "look_every", "save_every", "evaluate_every", "log_every", "memory_every"):
             if getattr(self, name) is not None:
                 require_whole_number(f"fit: {name}", getattr(self, name), 1)
         if self.nonfinite not in _NONFINITE:
             raise UsageError(f"fit(nonfinite={self.nonfinite!r}): expected one of {', '.join(_NONFINITE)}")
-        if not isinstance(self.norms, bool):
-            raise UsageError(f"fit(norms={self.norms!r}): expected True or False")
+        for name in ("norms", "train_metrics"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"fit({name}={getattr(self, name)!r}): expected True or False")
 
 
 class Fit:
@@ -109,7 +117,9 @@ class Fit:
         self._loss = math.nan  # of the last step before a resume
         self._display = Display(options.progress and engine.comm.rank == 0, log_every=options.log_every)
         self._checkpoints = None if folder is None else Checkpoints(folder.checkpoints, keep=options.keep)
+        self._memory = None if options.memory_every is None else MemoryCheckpoints()
         self._saved = -1  # last saved step
+        self._in_memory = -1  # last step saved in memory
         self._ended = loader.epoch  # epochs whose on_epoch was called
         self._given = list(callbacks)
         self._skips = options.nonfinite == "skip"
@@ -125,11 +135,16 @@ class Fit:
         self._trace = StepTrace(options.profile_steps, folder.path if folder else None, engine.comm.rank)
         self._peak = device_peak(engine.device, engine.ready.precision.dtype)
         self._gradient_norm: float | None = None
+        self._metrics = TrainingMetrics(engine.ready, engine.metrics) if options.train_metrics else None
         self._deadline = math.inf if options.max_time is None else time.monotonic() + options.max_time
 
     # ---- the run -------------------------------------------------------------------------------------------------
 
     def run(self) -> History:
+        with contextlib.nullcontext() if self.folder is None else self.folder.held():
+            return self._run()
+
+    def _run(self) -> History:
         self._require_samples()
         self._require_skippable()
         is_resumed = self._restore()
@@ -155,6 +170,7 @@ class Fit:
             each.on_start(self.engine, done, self.steps)
         self._busy.start()
         try:
+            failure.note_stop("")
             with self._preemption.listening():
                 self._epochs()
             self.engine.ready.loss.settle()
@@ -218,6 +234,10 @@ class Fit:
         elif not ends:
             return False
         self._save(is_last=True)
+        if reason == TERMINATED:
+            where = self._where_saved()
+            code = failure.RESUMABLE if where else 128 + signal.SIGTERM
+            failure.note_stop(f"stopped by SIGTERM to a rank: fit ended after step {self.history.step}{where}", code)
         if reason:
             self._display.message(f"{shown}: ended after step {self.history.step}{self._where_saved()}")
         return True
@@ -237,6 +257,9 @@ class Fit:
             self._display.message(written)
         choice, seconds = self.engine.choice, time.perf_counter() - began
         is_logged = self._is_logged(trainer.steps)
+        metrics = {} if self._metrics is None else self._metrics.values()
+        for name, value in metrics.items():
+            self.history.metrics.setdefault(name, []).append(value)
         self.history.losses.append(loss)
         self.history.step = trainer.steps
         self.info = StepInfo(
@@ -245,6 +268,7 @@ class Fit:
             epochs=self.options.epochs,
             steps=self.steps,
             loss=loss,
+            metrics=metrics,
             rates=tuple(float(group["lr"]) for group in trainer.optimizer.param_groups if "lr" in group),
             samples=trainer.last_batch_size,
             tokens=tokens_of(batch, trainer.last_batch_size),
@@ -267,6 +291,8 @@ class Fit:
             asked += self._evaluate(self.info)
         if self._is_due() and self.loader.state_dict()["position"]:  # else after the evaluation of the epoch
             self._save()
+        if self._is_due_in_memory() and self.loader.state_dict()["position"]:
+            self._save_in_memory()
         return self._agreed(asked)
 
     @contextlib.contextmanager
@@ -296,7 +322,8 @@ class Fit:
         self._gradient_norm = None
         wants_norm = self.options.norms and self._is_logged(trainer.steps + 1)
         if takes_closure(trainer.optimizer):
-            loss = float(trainer.step(batch))
+            with self._measured(trainer):
+                loss = float(trainer.step(batch))
             if wants_norm:
                 self._gradient_norm = float(trainer.gradient_norm() if trainer.norm is None else trainer.norm)
             if not math.isfinite(loss):
@@ -304,7 +331,8 @@ class Fit:
             return loss, False
         held = {name: buffer.clone() for name, buffer in trainer.model.named_buffers()} if self._skips else {}
         trainer.zero_grad()
-        loss = float(trainer.backward(batch))
+        with self._measured(trainer):
+            loss = float(trainer.backward(batch))
         if math.isfinite(loss):
             if wants_norm:
                 self._gradient_norm = float(trainer.gradient_norm())
@@ -321,6 +349,10 @@ class Fit:
         trainer.steps += 1
         self.history.skipped += 1
         return loss, True
+
+    def _measured(self, trainer: Trainer) -> contextlib.AbstractContextManager[None]:
+        """Around a training step, whose outputs the metrics see, if they were asked for."""
+        return contextlib.nullcontext() if self._metrics is None else trainer.observing(self._metrics.observe)
 
     def _is_logged(self, step: int) -> bool:
         return step % (self.options.log_every or 1) == 0 or step == self.steps
@@ -346,6 +378,10 @@ class Fit:
         """Whether `save_every` requires a checkpoint after this step."""
         return self.options.save_every is not None and self.engine.ready.steps % self.options.save_every == 0
 
+    def _is_due_in_memory(self) -> bool:
+        every = self.options.memory_every
+        return every is not None and self.engine.ready.steps % every == 0
+
     def _end_epoch(self) -> None:
         if self.info is None:  # after a resume, with no step since
             done, epoch = self.engine.ready.steps, self.loader.epoch
@@ -361,6 +397,9 @@ class Fit:
         if self.options.save_every is None or self._is_due() or self.history.stopped:
             self._saved = -1  # a checkpoint saved at this step does not include the end of the epoch
             self._save()
+        if self._is_due_in_memory():
+            self._in_memory = -1
+            self._save_in_memory()
 
     def _evaluate(self, info: StepInfo) -> list[Callback]:
         """Evaluate the validation data; callbacks that ask to end the run."""
@@ -379,27 +418,46 @@ class Fit:
     def _save(self, is_last: bool = False) -> None:
         """Start a checkpoint of this step, written in the background; if it is the last, wait for it."""
         step = self.engine.ready.steps
+        if is_last and self.history.stopped:
+            self._save_in_memory()
         if self._checkpoints is None or self.folder is None:
             return
         if self._saved != step:
             self._saved = step
-            state = self.loader.state_dict()
-            own = {**self.engine.own_state(), "began": self._began, "ended": self._ended}
-            own["callbacks"] = [each.state_dict() for each in self._given]
-            if self.info is not None and math.isfinite(self.info.loss):
-                own["loss"] = self.info.loss
-            self._checkpoints.save(self.engine.ready, step, state, own, wait=is_last)
+            self._checkpoints.save(self.engine.ready, step, self.loader.state_dict(), self._own_state(), wait=is_last)
             for each in self._callbacks:
                 each.on_save(self.engine, step, str(self.folder.checkpoints))
         if is_last:
             self._checkpoints.wait()
 
+    def _save_in_memory(self) -> None:
+        step = self.engine.ready.steps
+        if self._memory is not None and self._in_memory != step:
+            self._in_memory = step
+            self._memory.save(self.engine.ready, step, self.loader.state_dict(), self._own_state())
+
+    def _own_state(self) -> dict[str, Any]:
+        """What a checkpoint has beside the trainer's state and the loader's."""
+        own = {**self.engine.own_state(), "began": self._began, "ended": self._ended}
+        own["callbacks"] = [each.state_dict() for each in self._given]
+        if self.info is not None and math.isfinite(self.info.loss):
+            own["loss"] = self.info.loss
+        return own
+
     def _restore(self) -> bool:
         """Resume from the newest valid checkpoint, if requested or after a restart of the job; whether it did."""
+        is_restart = int(os.environ.get(environment.ATTEMPT, "0")) > 0
+        newest = None if self._memory is None or not is_restart else self._memory.newest_good()
+        if newest is not None and self._memory is not None:
+            on_disk = [] if self._checkpoints is None else self._checkpoints.steps()
+            if newest.step >= max(self.engine.comm.broadcast_object(on_disk), default=-1):
+                self._load(self._memory, "memory")
+                self._in_memory = newest.step
+                return True
         if self._checkpoints is None or self.folder is None:
             return False
+        self._checkpoints.tidy()
         self._checkpoints.require_same_model(self.engine.ready)
-        is_restart = int(os.environ.get(environment.ATTEMPT, "0")) > 0
         if not self.options.resume and not is_restart:
             if self._checkpoints.steps():
                 raise UsageError(
@@ -409,8 +467,12 @@ class Fit:
             return False
         if self._checkpoints.newest_good() is None:
             return False
-        restored = self._checkpoints.load(self.engine.ready)
-        self._saved = restored.step
+        self._saved = self._load(self._checkpoints, str(self.folder.checkpoints))
+        return True
+
+    def _load(self, checkpoints: Checkpoints, where: str) -> int:
+        """Load the newest; its step."""
+        restored = checkpoints.load(self.engine.ready)
         self.loader.load_state_dict(restored.data_state)
         self.engine.load_own_state(restored.extra)
         self._began = restored.extra.get("began", 0)
@@ -429,8 +491,8 @@ class Fit:
         under = "" if restored.plan == str(self.engine.plan) else f", saved under plan {restored.plan}"
         if restored.note:
             self._display.message(restored.note)
-        self._display.message(f"resumed at step {restored.step} from {self.folder.checkpoints}{under}")
-        return True
+        self._display.message(f"resumed at step {restored.step} from {where}{under}")
+        return restored.step
 
     def _where_saved(self) -> str:
         return "" if self.folder is None else f", saved in {self.folder.checkpoints}"

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.errors import UsageError
+from unisono.mesh.named_groups import NamedParameters
 
 
 def require_same_groups(
@@ -25,7 +26,7 @@ def require_same_groups(
     """UsageError where the optimizer gives a parameter it holds other options than it has in the full model."""
     meta = {name: _meta(tensor) for name, tensor in full.items()}
     try:
-        expected = _options(make(list(meta.values())))
+        expected = _options(make(NamedParameters(meta.values(), meta)))
     except Exception:  # one that needs numbers: nothing is shown
         return
     mine = _options(optimizer)

@@ -94,18 +94,23 @@ class _Global(_BatchNorm):
     _comm: Communicator
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not _uses_batch(self):
-            mean, variance = self.running_mean, self.running_var
-            return F.batch_norm(input, mean, variance, self.weight, self.bias, eps=self.eps)
-        self._check_input_dim(input)
-        tracks = self.training and self.track_running_stats
-        if tracks and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        factor: Any = self.momentum
-        if tracks and factor is None:  # the average of all batches so far
-            factor = 1.0 / float(torch.as_tensor(self.num_batches_tracked))
-        mean, variance = (self.running_mean, self.running_var) if tracks else (None, None)
-        return _batch_norm(self._comm, input, mean, variance, self.weight, self.bias, True, factor, self.eps)
+        return over_ranks(self, input, self._comm)
+
+
+def over_ranks(module: _BatchNorm, input: torch.Tensor, comm: Communicator) -> torch.Tensor:
+    """What a BatchNorm gives for a batch that is on the ranks of comm, of which input is this rank's samples."""
+    if not _uses_batch(module):
+        mean, variance = module.running_mean, module.running_var
+        return F.batch_norm(input, mean, variance, module.weight, module.bias, eps=module.eps)
+    module._check_input_dim(input)
+    tracks = module.training and module.track_running_stats
+    if tracks and module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+    factor: Any = module.momentum
+    if tracks and factor is None:  # the average of all batches so far
+        factor = 1.0 / float(torch.as_tensor(module.num_batches_tracked))
+    mean, variance = (module.running_mean, module.running_var) if tracks else (None, None)
+    return _batch_norm(comm, input, mean, variance, module.weight, module.bias, True, factor, module.eps)
 
 
 def _batch_norm(

@@ -15,6 +15,7 @@ from unisono.parallel.pipeline.message import MessageForm, TensorForm
 
 # How many messages to one rank may be under way. One would do; more only keep more memory.
 _UNDER_WAY = 2
+_FORM = "the form of a message"  # in signatures
 
 
 @dataclass
@@ -50,7 +51,8 @@ class Transfers:
         return Delivery(tensors, [self._comm.irecv(tensor, source) for tensor in tensors if tensor.numel()])
 
     def send_form(self, form: MessageForm, to: int) -> None:
-        content = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8).to(self._comm.device)
+        number = self._comm.seal.next_number(("sent", to))
+        content = self._comm.seal.sign(pickle.dumps(form), _FORM, number, self._comm.rank, to).to(self._comm.device)
         self.send([torch.tensor([content.numel()], device=self._comm.device), content], to)
 
     def receive_form(self, source: int) -> MessageForm:
@@ -58,7 +60,8 @@ class Transfers:
         device = self._comm.device
         (length,) = self.receive([TensorForm((1,), torch.int64)], source, device).wait()
         (content,) = self.receive([TensorForm((int(length),), torch.uint8)], source, device).wait()
-        return pickle.loads(content.cpu().numpy().tobytes())
+        number = self._comm.seal.next_number(("received", source))
+        return pickle.loads(self._comm.seal.verified(content.cpu(), _FORM, number, source, self._comm.rank))
 
     def settle(self) -> None:
         """Wait until everything sent has arrived."""

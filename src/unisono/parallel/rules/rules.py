@@ -209,10 +209,19 @@ def known(model: nn.Module) -> dict[str, str]:
         if type(module) is nn.MultiheadAttention and "forward" not in vars(module) and name:
             rules[name] = "heads"
         package = type(module).__module__.partition(".")[0]
-        for relative, text in _KNOWN.get((package, type(module).__name__), {}).items():
-            if _is_of_package(module, relative, package):
-                rules[f"{name}.{relative}".lstrip(".")] = text
+        for theirs in _together(_KNOWN.get((package, type(module).__name__), {}), package):
+            if all(_is_of_package(module, relative, package) for relative in theirs):
+                rules |= {f"{name}.{relative}".lstrip("."): text for relative, text in theirs.items()}
     return rules
+
+
+def _together(rules: dict[str, str], package: str) -> list[dict[str, str]]:
+    """Rules of which some would be no plan. An attention of torch is one module, and stands apart from the layers
+    around it; where a block of another package is not as known, all of it is left to the search."""
+    if package != "torch":
+        return [rules]
+    apart = {name: text for name, text in rules.items() if text == "heads"}
+    return [*({name: text} for name, text in apart.items()), {n: t for n, t in rules.items() if n not in apart}]
 
 
 def _is_of_package(module: nn.Module, relative: str, package: str) -> bool:

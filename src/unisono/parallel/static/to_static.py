@@ -37,6 +37,10 @@ class StagedProgram:
         self._stages = stages
         self._shown = staged.splits.of(inputs, True)
 
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.trainer.optimizer
+
     def __call__(self, batch: tuple[Any, Any]) -> torch.Tensor:
         """A step of training, or in evaluation mode the loss only, on a global batch; the loss, on every rank."""
         return self.trainer.step(batch) if self.training else self.trainer.evaluate(batch)
@@ -132,7 +136,7 @@ def to_static(
         mesh: Of the ranks.
         loss: loss(outputs, targets) gives a scalar.
         optimizer: optimizer(parameters) gives a torch optimizer.
-        search: How placements are found that no mark gives: "propagate", "dynamic" or "exact".
+        search: How placements are found that no mark gives: "propagate", "recursive", "dynamic" or "exact".
         assignment: All placements, instead of a search.
         save_graphs: A folder for the program of every rank after each pass.
         fully_use_devices: Ops prefer placements that give every rank a share.

@@ -58,8 +58,8 @@ Sharding = Mapping[str, int | str | None]  # of each tensor: the dim that is sha
 
 def is_plain(module: nn.Module) -> bool:
     """Whether a layer is as its class in torch, unchanged."""
-    is_transposed = type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
-    is_known = type(module) in _PLAIN or is_transposed
+    is_conv1d = type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
+    is_known = type(module) in _PLAIN or is_conv1d or "HAS_TRANSPOSED_WEIGHT" in vars(type(module))
     if not is_known or "forward" in vars(module) or weight_hooks(module):
         return False
     if isinstance(module, nn.MultiheadAttention):

@@ -31,18 +31,19 @@ Initialiser = Callable[[torch.Tensor], Any]
 
 
 def is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or _is_transposed(module)
+    return isinstance(module, nn.Linear) or is_transposed(module)
 
 
-def _is_transposed(module: nn.Module) -> bool:
-    """Hugging Face's Conv1D: a linear layer whose weight is (inputs, outputs)."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+def is_transposed(module: nn.Module) -> bool:
+    """A linear layer whose weight is (inputs, outputs): Hugging Face's Conv1D, or a class that says so."""
+    is_conv1d = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    return is_conv1d or getattr(type(module), "HAS_TRANSPOSED_WEIGHT", False)
 
 
 def features(linear: nn.Module) -> tuple[int, int]:
     """The numbers of inputs and outputs; of a convolution, its channels."""
     outputs, inputs = linear.weight.shape[:2]  # type: ignore[index]
-    return (outputs, inputs) if _is_transposed(linear) else (inputs, outputs)
+    return (outputs, inputs) if is_transposed(linear) else (inputs, outputs)
 
 
 def _full(
@@ -76,7 +77,7 @@ class _ParallelLinear(nn.Module):
         if not is_linear(linear):
             raise UsageError(f"{type(self).__name__} of a {type(linear).__name__}: expected an nn.Linear")
         self.region = region
-        self.transposed = _is_transposed(linear)
+        self.transposed = is_transposed(linear)
         self.in_features, self.out_features = features(linear)
         self.train(linear.training)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from unisono.parallel.rules.rules import Style, Styles
-from unisono.parallel.tensor.linear import features, is_linear
+from unisono.parallel.tensor.linear import is_linear, is_transposed
 from unisono.torch_compat import ConvNd
 
 
@@ -59,11 +59,10 @@ def _of_module(module: Any, style: Style) -> Iterator[tuple[torch.Tensor, Sharde
 
 
 def _of_linear(module: Any, style: Style) -> Iterator[tuple[torch.Tensor, ShardedDim]]:
-    is_transposed = tuple(module.weight.shape) == features(module) and type(module).__name__ == "Conv1D"
     is_packed = len(style.parts) > 1
     if style.kind in ("column", "column_gather", "vocab_head", "logits", "column_inside"):
-        yield module.weight, ShardedDim(1 if is_transposed else 0, is_packed)
+        yield module.weight, ShardedDim(1 if is_transposed(module) else 0, is_packed)
         if module.bias is not None:
             yield module.bias, ShardedDim(0, is_packed)
     elif style.kind in ("row", "row_split", "row_sum"):
-        yield module.weight, ShardedDim(0 if is_transposed else 1)
+        yield module.weight, ShardedDim(0 if is_transposed(module) else 1)

@@ -36,6 +36,7 @@ from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
+from unisono.mesh.named_groups import NamedParameters
 from unisono.parallel.checks.optimizer_scope import OptimizerScope, require_full_parameters
 from unisono.parallel.data.bucket import BUCKET_BYTES, Spare, buckets_of, gradient_dtype, summed_axes
 from unisono.parallel.data.reducer import Reducer
@@ -91,7 +92,7 @@ class ShardedOptimizer(Reducer[ShardBucket]):
         self.stage = stage
         self.mesh = mesh
         with materialized or contextlib.nullcontext():
-            self.optimizer = optimizer(list(model.parameters()))
+            self.optimizer = optimizer(NamedParameters.of(model))
         _require_parameters_of(model, self.optimizer)
         scope = require_full_parameters(self.optimizer, optimizer, model, is_sharded=True)
         self._is_elementwise = scope is OptimizerScope.ELEMENT

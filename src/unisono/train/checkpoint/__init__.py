@@ -1,6 +1,7 @@
 """Checkpoints that any plan can load.
 
     checkpoints    Checkpoints: save, wait, load, newest_good
+    in_memory      MemoryCheckpoints: the same in the memory of the hosts, for restarts
     inventory      what a rank saves: tensors by name, and the rest as JSON; chunks: shards as boxes of full tensors
     saving         one save: staging, writing, publishing; chunk_files: by torch's distributed checkpoint
     dcp_planners   what each rank writes, and which stored chunks it reads where another plan shards otherwise

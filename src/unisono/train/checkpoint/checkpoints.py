@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unisono.comm.rendezvous import world
-from unisono.errors import CheckpointError, UsageError
+from unisono.errors import CheckpointError, UnisonoError, UsageError
 from unisono.parallel.trainer import Trainer
 from unisono.train.checkpoint.inventory import Inventory, Shapes, collect, shapes_here
 from unisono.train.checkpoint.manifest import NAME as MANIFEST
@@ -130,6 +130,13 @@ class Checkpoints:
                 + f"; {before}"
             )
 
+    def tidy(self) -> None:
+        """Remove what killed jobs left half-written, which may fill the disk; only a job that has the folder calls it.
+        Every rank does."""
+        if self._rank == 0:
+            remove_leftovers(self.folder)
+        self._from_first(None)
+
     def settle(self) -> None:
         """After a failure: wait for a pending write, without communication."""
         if self._pending is not None:
@@ -173,7 +180,15 @@ class Checkpoints:
         found = self._found(which)
         manifest = Manifest.read(found.path)
         self._require_model(manifest, trainer, found.path)
-        extra = Restoration(trainer, found.path, manifest).run()
+        try:
+            extra = Restoration(trainer, found.path, manifest).run()
+        except (LookupError, TypeError, ValueError, AttributeError, AssertionError, RecursionError) as error:
+            if isinstance(error, UnisonoError):
+                raise
+            raise CheckpointError(
+                f"the checkpoint {found.path} cannot be loaded ({type(error).__name__}: {str(error)[:200]}); was it "
+                "saved by another version of unisono, torch or the optimizer?"
+            ) from error
         return Restored(found.step, manifest.data, manifest.plan, extra, found.note)
 
     def _found(self, which: int | str) -> Found:

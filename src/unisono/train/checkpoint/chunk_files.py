@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from unisono.mesh.deferred_init.weight_files import SAFE_NAMES
+from unisono.regular_files import open_regular, require_regular
 from unisono.train.checkpoint.inventory import dtype_name
 
 _BLOCK = 1 << 24
@@ -65,9 +66,9 @@ class ChecksumFile:
 
 def checksum_of(path: Path) -> str:
     found = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         memory = bytearray(_BLOCK)
-        while count := file.readinto(memory):
+        while count := file.readinto(memory):  # type: ignore[attr-defined]  # a FileIO
             found.update(memoryview(memory)[:count])
     return found.hexdigest()
 
@@ -232,6 +233,7 @@ class IndexReader(StorageReader):
     def _mapped(self, file: str) -> torch.Tensor:
         if file not in self._files:
             path = self._folder / file
+            require_regular(path)
             self._files[file] = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
         return self._files[file]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from unisono.errors import CheckpointError
+from unisono.regular_files import parse_json, read_json
 from unisono.train.checkpoint.chunk_files import Stored, checksum_of
 from unisono.train.checkpoint.inventory import Shapes, dtype_name
 
@@ -55,7 +57,7 @@ class Manifest:
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         try:
-            signed = json.loads((folder / NAME).read_text(encoding="utf-8"))
+            signed = read_json(folder / NAME)
             text = signed["body"]
             is_intact = hashlib.sha256(text.encode()).hexdigest() == signed["sha256"]
         except FileNotFoundError:
@@ -64,7 +66,15 @@ class Manifest:
             raise CheckpointError(f"{folder}: {NAME} is damaged ({type(error).__name__}: {error})") from None
         if not is_intact:
             raise CheckpointError(f"{folder}: {NAME} does not match its checksum")
-        return cls._parsed(json.loads(text), folder)
+        try:
+            manifest = cls._parsed(parse_json(text), folder)
+            manifest._check_form()
+            return manifest
+        except CheckpointError:
+            raise
+        except Exception as error:  # it has the form of no manifest, in whichever way
+            reason = f"{type(error).__name__}: {str(error)[:200]}"
+            raise CheckpointError(f"{folder}: {NAME} cannot be read ({reason})") from None
 
     @classmethod
     def _parsed(cls, body: dict[str, Any], folder: Path) -> Manifest:
@@ -75,22 +85,49 @@ class Manifest:
         manifest.model = {name: (tuple(shape), dtype) for name, (shape, dtype) in manifest.model.items()}
         for name, about in manifest.tensors.items():
             if about["dtype"] not in _DTYPES:
-                raise CheckpointError(f"{folder}: {NAME} gives {name} the dtype {about['dtype']!r}")
+                raise CheckpointError(f"{folder}: {NAME} gives {name[:200]} the dtype {str(about['dtype'])[:60]!r}")
             chunks = [Stored(tuple(a), tuple(b), *rest) for a, b, *rest in about["chunks"]]
             unknown = {chunk.file for chunk in chunks} - set(manifest.files)
             if unknown:
-                raise CheckpointError(f"{folder}: {NAME} puts {name} in {min(unknown)!r}, which is not among its files")
+                raise CheckpointError(
+                    f"{folder}: {NAME} puts {name[:200]} in {min(unknown)[:200]!r}, which is not among its files"
+                )
             about["chunks"] = chunks
         for name in manifest.files:
-            if Path(name).name != name:
-                raise CheckpointError(f"{folder}: {NAME} names a file outside the checkpoint, {name!r}")
+            if Path(name).name != name or name == ".." or "\0" in name:
+                raise CheckpointError(f"{folder}: {NAME} names a file outside the checkpoint, {name[:200]!r}")
         return manifest
+
+    def _check_form(self) -> None:
+        """ValueError, KeyError or TypeError where a value is none that `write` could have written."""
+        sizes = {name: _count(each["bytes"]) for name, each in self.files.items()}
+        _require(all(isinstance(each["sha256"], str) for each in self.files.values()), "a checksum")
+        whole = (self.step, self.ranks, self.seed, self.trainer["steps"], self.trainer["skipped"])
+        _require(all(isinstance(each, int) for each in whole), "numbers")
+        _require(isinstance(self.plan, str) and isinstance(self.passing, list), "the plan or the buffers")
+        for name, (shape, dtype) in self.model.items():
+            _require(dtype in _DTYPES and all(_count(size) >= 0 for size in shape), f"what it has of {name}")
+        for name, about in self.tensors.items():
+            shape, width = about["shape"], getattr(torch, about["dtype"]).itemsize
+            stored = 0
+            for chunk in about["chunks"]:
+                elements = math.prod(map(_count, chunk.sizes))
+                ends = zip(map(_count, chunk.offsets), chunk.sizes, shape, strict=True)
+                is_inside = all(first + size <= full for first, size, full in ends)
+                is_inside &= 0 <= _count(chunk.begin) <= _count(chunk.end) <= sizes[chunk.file]
+                _require(is_inside and chunk.end - chunk.begin == elements * width, f"a chunk of {name}")
+                stored += elements
+            _require(math.prod(map(_count, shape)) <= stored, f"the shape of {name}, of which not all is stored,")
+        optimizer = self.optimizer
+        _require(all(isinstance(each, dict) for each in optimizer["state"].values()), "the optimizer's state")
+        for group in optimizer["groups"]:
+            _require(isinstance(group["values"], dict) and isinstance(group["params"], list), "a parameter group")
 
     def faults(self, folder: Path, files: Iterable[str] | None = None) -> list[str]:
         """Defects of the files (default: all)."""
         found = []
-        for name in self.files if files is None else files:
-            path, expected = folder / name, self.files[name]
+        for each in self.files if files is None else files:
+            path, expected, name = folder / each, self.files[each], each[:200]
             try:
                 size = path.stat().st_size
                 if size != expected["bytes"]:
@@ -102,6 +139,17 @@ class Manifest:
             except OSError as error:
                 found.append(f"{name} cannot be read ({error.strerror or error})")
         return found
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} as a size")
+    return value
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(f"{what} cannot be right")
 
 
 def fingerprint(model: Shapes) -> str:

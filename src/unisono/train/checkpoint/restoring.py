@@ -57,6 +57,7 @@ class Restoration:
 
     def __post_init__(self) -> None:
         self._entries: list[Entry] = []
+        self._common_names: set[str] = set()
         # By id: the parameter (kept alive, so that the id stays valid), its full shape and its chunks.
         self._chunks: dict[int, tuple[torch.Tensor, tuple[int, ...], list[Chunk]]] = {}
 
@@ -111,6 +112,9 @@ class Restoration:
         self._entries.append(Entry(entry, tensor.detach(), shape, held, []))
 
     def _common(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
+        if name in self._common_names:  # memory is only taken for what is stored
+            raise CheckpointError(f"{self.folder}: {name} is used in several places; the checkpoint is not of unisono")
+        self._common_names.add(name)
         self._entries.append(full_entry(name, self.manifest, device))
         return self._entries[-1].tensor
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import threading
 import warnings
@@ -214,9 +215,9 @@ def steps_in(folder: Path) -> list[int]:
     """Published steps, oldest first."""
     if not folder.is_dir():
         return []
-    names = [path.name for path in (*folder.glob("step-*"), *folder.glob(_REPLACED + "step-*")) if path.is_dir()]
-    numbers = {name.removeprefix(_REPLACED).removeprefix("step-") for name in names}
-    return sorted(int(number) for number in numbers if number.isdigit())
+    names = {path.name.removeprefix(_REPLACED) for path in folder.iterdir() if path.is_dir()}
+    found = ((name, re.fullmatch(r"step-([0-9]{8,18})", name)) for name in names)
+    return sorted(int(match[1]) for name, match in found if match and folder_of(int(match[1])) == name)
 
 
 def path_of(folder: Path, step: int) -> Path:

@@ -30,6 +30,7 @@ from unisono.parallel.full_state import full_shape
 from unisono.parallel.layout import layout_of
 from unisono.parallel.precision import model_dtype
 from unisono.parallel.trainer import Trainer
+from unisono.regular_files import require_regular
 from unisono.train.checkpoint.checkpoints import Checkpoints
 from unisono.train.checkpoint.chunk_files import Described, bytes_of, safetensors_header
 from unisono.train.checkpoint.chunks import full_chunk, held_chunks
@@ -328,6 +329,7 @@ def open_source(source: str | Path | Mapping[str, torch.Tensor]) -> Source:
         if not files:
             raise UsageError(f"{path} has no *.safetensors files and is not a checkpoint")
         return _of_safetensors(files, str(path))
+    _require_regular(path)
     if path.suffix == ".safetensors":
         return _of_safetensors([path], str(path))
     try:
@@ -341,6 +343,13 @@ def open_source(source: str | Path | Mapping[str, torch.Tensor]) -> Source:
         ) from None
 
 
+def _require_regular(path: Path) -> None:
+    try:
+        require_regular(path)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+
+
 def _of_mapping(tensors: Any, where: str) -> Source:
     if not isinstance(tensors, Mapping) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
         raise UsageError(f"{where} is not a plain state_dict; expected tensors by name")
@@ -352,13 +361,14 @@ def _of_safetensors(files: Sequence[Path], where: str) -> Source:
     shapes: dict[str, tuple[int, ...]] = {}
     tensors: dict[str, tuple[Any, Any]] = {}
     for path in files:
+        _require_regular(path)
         try:
             opened = safe_open(path, framework="pt")
-        except SafetensorError as error:
-            raise CheckpointError(f"{path} is damaged, or not a safetensors file: {error}") from None
-        for name in opened.keys():  # noqa: SIM118  # not a mapping
-            tensors[name] = opened, opened.get_slice(name)
-            shapes[name] = tuple(tensors[name][1].get_shape())
+            for name in opened.keys():  # noqa: SIM118  # not a mapping
+                tensors[name] = opened, opened.get_slice(name)
+                shapes[name] = tuple(tensors[name][1].get_shape())
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is damaged, or not a safetensors file: {str(error)[:300]}") from None
 
     def read(name: str, box: Box) -> torch.Tensor:
         file, tensor = tensors[name]

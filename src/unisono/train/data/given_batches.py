@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.parallel.inputs import as_pair
+from unisono.train.data.dataset_sample import fingerprint, warn_of_other_data
 from unisono.train.data.reading import preserved_generators, seed_generators
 
 _END = object()
@@ -50,6 +51,7 @@ class GivenBatches:
         self.epoch = 0
         self.position = 0  # in batches
         self._loader, self._comm = loader, comm
+        self._sampled: tuple[str | None, ...] = ()  # the dataset's fingerprint, once it was asked for
         self._is_local = is_local and comm.size > 1
         self._stream = ("batch", index) if is_local else ("batch",)
 
@@ -131,7 +133,10 @@ class GivenBatches:
         epoch, position = self.epoch, self.position
         if self.batches is not None and position >= self.batches:
             epoch, position = epoch + 1, 0
-        return {"epoch": epoch, "position": position, "seed": self.seed, "batches": self.batches}
+        state = {"epoch": epoch, "position": position, "seed": self.seed, "batches": self.batches}
+        if not self._sampled:
+            self._sampled = (fingerprint(self._loader.dataset),)
+        return {**state, "fingerprint": self._sampled[0]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from there; the batches before are read again and dropped."""
@@ -140,6 +145,7 @@ class GivenBatches:
                 f"the saved state of the data has {state.get('batches', 'no')} batches in an epoch, but this "
                 f"DataLoader has {self.batches}; resume with the dataset and batch size that the run began with"
             )
+        warn_of_other_data(state.get("fingerprint"), self._loader.dataset)
         self.seed, self.epoch, self.position = state["seed"], state["epoch"], state["position"]
 
 

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from unisono.errors import UsageError
 from unisono.parallel.share import BatchDim, Share, batch_slice, require_batch_dim
+from unisono.train.data.dataset_sample import fingerprint, warn_of_other_data
 from unisono.train.data.reading import BatchDataset, Batcher, BatchStream, Collate, Request, is_iterable_only
 from unisono.train.data.sampler import order, require_part, require_whole_number
 
@@ -86,6 +87,7 @@ class Loader:
         self.position = 0  # in the epoch's order, in samples of all ranks
         self._last: Request | None = None
         self._order: tuple[int, torch.Tensor] | None = None
+        self._sampled: tuple[str | None, ...] = ()  # the dataset's fingerprint, once it was asked for
 
     def __len__(self) -> int:
         """Number of batches in an epoch."""
@@ -207,7 +209,13 @@ class Loader:
             "seed": self.seed,
             "shuffle": self.shuffle,
             "samples": self.samples,
+            "fingerprint": self._fingerprint(),
         }
+
+    def _fingerprint(self) -> str | None:
+        if not self._sampled:
+            self._sampled = (fingerprint(self.dataset),)
+        return self._sampled[0]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from there: no sample is repeated or skipped. Plan, workers and batch_size may differ."""
@@ -217,6 +225,7 @@ class Loader:
                     f"the saved state of the data has {key}={state[key]}, but this loader has {key}={mine}; "
                     "is it another dataset?"
                 )
+        warn_of_other_data(state.get("fingerprint"), self.dataset)
         self.seed = state["seed"]
         self.epoch, self.position = state["epoch"], state["position"]
         self._last, self._order = None, None

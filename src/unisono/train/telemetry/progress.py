@@ -3,6 +3,7 @@ elsewhere."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,8 @@ class Display(Callback):
 
     def message(self, text: str) -> None:
         if self._is_shown:
-            (self._bar.console if self._bar else self._console).print(text, markup=False)
+            with contextlib.suppress(OSError):  # a full disk, or nobody reads any more
+                (self._bar.console if self._bar else self._console).print(text, markup=False)
 
     def on_start(self, engine: Engine, first_step: int, steps: int | None) -> None:
         self._steps = steps
@@ -65,9 +67,14 @@ class Display(Callback):
             auto_refresh=False,
         )
         self._task = self._bar.add_task("", total=steps, completed=first_step, epoch="", text="")
-        self._bar.start()
+        with contextlib.suppress(OSError):
+            self._bar.start()
 
     def on_step(self, engine: Engine, info: StepInfo) -> None:
+        with contextlib.suppress(OSError):
+            self._show(info)
+
+    def _show(self, info: StepInfo) -> None:
         self._memory = info.memory or self._memory
         if info.slow and info.slow != self._slow:
             self.message(info.slow)
@@ -124,7 +131,8 @@ class Display(Callback):
             self._line.update({"text/plain": self._text(info)}, raw=True)
             self._line = None
         if self._bar is not None:
-            self._bar.stop()
+            with contextlib.suppress(OSError):
+                self._bar.stop()
             self._bar = None
 
 
@@ -137,11 +145,13 @@ def _step_text(info: StepInfo, memory: tuple[int, ...], room: int | None = None)
     return ", ".join(text for part, text in parts.items() if part in chosen).replace(", (", " (")
 
 
-_IMPORTANCE = ("loss", "step", "tokens", "samples", "mfu", "predicted", "memory", "rate", "norms")
+_IMPORTANCE = ("loss", "metrics", "step", "tokens", "samples", "mfu", "predicted", "memory", "rate", "norms")
 
 
 def _parts(info: StepInfo, memory: tuple[int, ...]) -> dict[str, str]:
     parts = {"loss": f"loss {info.loss:.4f}" + (" (skipped)" if info.skipped else "")}
+    if info.metrics:
+        parts["metrics"] = ", ".join(f"{name} {value:.4g}" for name, value in info.metrics.items())
     if info.rates:
         parts["rate"] = f"rate {info.rates[0]:.2g}"
     if info.seconds:

@@ -7,22 +7,37 @@ program.html      the program of a step beside that of one device
 tensorboard/      the numbers of steps.jsonl, if tensorboard is installed (loggers.py)
 profile/          traces of torch's profiler, with fit(profile_steps=...)
 checkpoints/      see train/checkpoint/
+run.lock          held by rank 0 while a job runs here: which process, on which host
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import math
+import os
+import shutil
+import socket
 import time
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
-from unisono.errors import UnisonoError, UsageError
+from unisono.errors import UsageError
+from unisono.graph.render.sizes import size_text
+from unisono.launch import environment
+from unisono.regular_files import parse_json, read_json, read_text
 from unisono.train.callbacks import Callback, StepInfo
 
 if TYPE_CHECKING:
     from unisono.train.engine import Engine
+
+
+_SOON = 3.0  # seconds in which a process that was just killed gives its lock back
+_LATE = 30.0  # in a restart, where it may have been on a host that was lost
 
 
 class RunFolder(Callback):
@@ -31,11 +46,53 @@ class RunFolder(Callback):
     def __init__(self, path: str | Path, rank: int) -> None:
         self.path = Path(path)
         self._rank = rank
-        self._lines: TextIO | None = None
+        self._lines: BinaryIO | None = None
+        self._is_torn = False  # whether a line was written in part: the disk was full
 
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other jobs out while this one runs; UsageError if one is there. However this process ends, the system
+        then releases the lock."""
+        lock = self._locked() if self._rank == 0 else None
+        try:
+            yield
+        finally:
+            if lock is not None:
+                lock.close()
+
+    def _locked(self) -> TextIO | None:
+        """A lock of this process, which its children do not inherit. None where the file system has none."""
+        file = None
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = open(self.path / "run.lock", "a+", encoding="utf-8")  # noqa: SIM115  # closing it ends the lock
+            is_restart = os.environ.get(environment.ATTEMPT, "0") != "0"
+            deadline = time.monotonic() + (_LATE if is_restart else _SOON)
+            while not _is_taken(file):
+                if time.monotonic() > deadline:
+                    file.seek(0)
+                    owner = file.read().strip() or "another process"
+                    raise UsageError(
+                        f"run folder {self.path} is in use by {owner}: two jobs in one folder would go on from each "
+                        "other's checkpoints; give another folder, or wait until that one has ended"
+                    )
+                time.sleep(0.1)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on host {socket.gethostname()}, since {time.ctime()}\n")
+            file.flush()
+            return file
+        except OSError:  # no locks here, or no folder, which `open` reports
+            if file is not None:
+                file.close()
+            return None
+        except UsageError:
+            assert file is not None
+            file.close()
+            raise
 
     def open(self, about: dict[str, Any], first_step: int) -> None:
         """Create the folder, or continue in it; UsageError if another model was trained there."""
@@ -44,7 +101,9 @@ class RunFolder(Callback):
             if self._rank == 0:
                 self._begin(about, first_step)
         except OSError as error:
-            raise UsageError(f"run folder {self.path}: cannot be created: {error.strerror}; use another path") from None
+            raise UsageError(
+                f"run folder {self.path}: cannot be created: {error.strerror}{free_space(self.path)}; use another path"
+            ) from None
 
     def _begin(self, about: dict[str, Any], first_step: int) -> None:
         starts = self.starts(self.path)
@@ -55,8 +114,9 @@ class RunFolder(Callback):
             )
         self._drop_after(first_step)
         starts.append({**about, "first_step": first_step, "time": time.time()})
-        _write(self.path / "run.json", {"starts": starts})
-        self._lines = open(self.path / "steps.jsonl", "a", encoding="utf-8")  # noqa: SIM115  # open for the run
+        _write(self.path / "run.json", {"starts": starts}, is_synced=True)
+        self._lines = open(self.path / "steps.jsonl", "ab", buffering=0)  # noqa: SIM115  # open for the run
+        self._is_torn = False
 
     @staticmethod
     def starts(path: Path) -> list[dict[str, Any]]:
@@ -64,12 +124,17 @@ class RunFolder(Callback):
         file = path / "run.json"
         if not file.exists():
             return []
+        if not file.stat().st_size:  # the machine went down, or the disk was full
+            warnings.warn(
+                f"{file} is empty: what was noted of earlier starts is lost; checkpoints are not", stacklevel=2
+            )
+            return []
         try:
-            starts = list(json.loads(file.read_text(encoding="utf-8"))["starts"])
+            starts = list(read_json(file)["starts"])
             if any({"model", "plan", "world"} - set(start) for start in starts):
                 raise ValueError
             return starts
-        except (ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError):
             raise UsageError(f"{file} cannot be read as the record of a run; give another folder") from None
 
     def _drop_after(self, step: int) -> None:
@@ -78,13 +143,15 @@ class RunFolder(Callback):
         if not file.exists():
             return
         kept = []
-        for line in file.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):  # a truncated line of a killed run
-                if json.loads(line)["step"] <= step:
+        try:
+            lines = read_text(file).splitlines()
+        except ValueError:
+            raise UsageError(f"{file} is not the log of a run; give another folder") from None
+        for line in lines:
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a truncated line of a killed run
+                if parse_json(line)["step"] <= step:
                     kept.append(line)
-        temporary = file.with_suffix(".new")
-        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        temporary.replace(file)
+        _replace(file, "".join(line + "\n" for line in kept))
 
     def on_step(self, engine: Engine, info: StepInfo) -> None:
         if info.is_logged:
@@ -94,16 +161,24 @@ class RunFolder(Callback):
         self._log(info.step, {"step": info.step, "epoch": info.epoch, **info.values})
 
     def _log(self, step: int, numbers: dict[str, Any]) -> None:
+        """Append a line; where that fails, training goes on, and later steps are logged again when they can be."""
         if self._lines is None:
             return
+        line = json.dumps({name: _plain(value) for name, value in numbers.items()}).encode() + b"\n"
+        line = b"\n" + line if self._is_torn else line
+        was_torn = self._is_torn
         try:
-            self._lines.write(json.dumps({name: _plain(value) for name, value in numbers.items()}) + "\n")
-            self._lines.flush()
+            self._is_torn = self._lines.write(line) < len(line)
+            reason = os.strerror(errno.ENOSPC)
         except OSError as error:
-            raise UnisonoError(
-                f"step {step} cannot be logged in {self._lines.name}: {error.strerror}; checkpoints are intact, and "
-                "resume=True continues from the newest"
-            ) from None
+            self._is_torn, reason = True, error.strerror or str(error)
+        if self._is_torn and not was_torn:
+            warnings.warn(
+                f"step {step} is not logged in {self.path / 'steps.jsonl'}: {reason}{free_space(self.path)}; training "
+                "continues, and logs again when it can",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def write_program(self, page: str) -> None:
         """Write the page of the distributed program, if there is one; a full disk is not an error."""
@@ -111,7 +186,7 @@ class RunFolder(Callback):
         with contextlib.suppress(OSError):
             file.unlink(missing_ok=True)  # of an earlier start, under another plan
             if page:
-                file.write_text(page, encoding="utf-8")
+                _replace(file, page)
 
     def write_rank(self, measured: dict[str, Any]) -> None:
         """Write this rank's file for the report; a full disk is not an error."""
@@ -134,7 +209,38 @@ def _shown(model: Any) -> str:
     return f"{model['name']} with {model['parameters']:,} parameters" if isinstance(model, dict) else str(model)
 
 
-def _write(path: Path, value: Any) -> None:
+def free_space(folder: Path) -> str:
+    try:
+        return f", {size_text(shutil.disk_usage(folder).free)} are free there"
+    except OSError:
+        return ""
+
+
+def _write(path: Path, value: Any, is_synced: bool = False) -> None:
+    _replace(path, json.dumps(value, indent=1), is_synced)
+
+
+def _replace(path: Path, text: str, is_synced: bool = False) -> None:
+    """Write a file in one piece: what stood there stays if that fails, and nothing beside it."""
     temporary = path.with_suffix(path.suffix + ".new")
-    temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")
-    temporary.replace(path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            if is_synced:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def _is_taken(file: TextIO) -> bool:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        raise
+    return True
