@@ -1,105 +1,92 @@
-"""What random kills cost: python benchmarks/faults.py [--kills 50] [--plan dp=2,zero=1] [--steps 1000]
+"""What random faults cost: python benchmarks/faults.py [--faults 100] [--seed 0] [--setup gloo] [--kind SIGKILL]
 
-Jobs train a small model, with a checkpoint every few steps, under `unisono run --max-restarts`. At random moments, also
-while ranks start, resume or save, one of their ranks gets SIGKILL. Each job must reach, bit for bit, the parameters and
-optimizer state of a job that nobody disturbed.
+Jobs train a small model, with a checkpoint every few steps, over gloo and MPI, on one host and on two (network
+namespaces, which need root), with ZeRO and pipelines. At random moments something happens to them: see
+tests/faults/kinds.py. Each must reach, bit for bit, the parameters and optimizer state of a job that nobody disturbed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 
-PROGRAM = Path(__file__).resolve().parent.parent / "tests" / "faults" / "program.py"
-MOST_RESTARTS = 1000
-PAUSES = (0.2, 4.0)  # seconds between kills: from before a start is over to after many checkpoints
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.faults import kinds
+from tests.faults.campaign import SETUPS, Campaign
+from tests.launch import namespaces
+
+ALONE = "FAULTS_ALONE"  # set where this process has mounts, and so a /dev/shm, of its own
 
 
-def start(folder: Path, plan: str, steps: int, ranks: int) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "unisono", "run", "-n", str(ranks), "--max-restarts", str(MOST_RESTARTS)]
-    words += [str(PROGRAM), str(folder), plan, "none", str(steps)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+def become_alone() -> None:
+    """With root: mounts are seen by this process only, and what it finds in /dev/shm is of its jobs."""
+    if os.geteuid() == 0 and ALONE not in os.environ:
+        words = ["unshare", "--mount", "--propagation", "slave", sys.executable, *sys.argv]
+        if subprocess.run([*words[:4], "true"], capture_output=True).returncode == 0:
+            os.environ[ALONE] = "1"
+            os.execvp(words[0], words)
+    elif ALONE in os.environ:
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], check=True)
 
 
-def ranks_of(launcher: int) -> list[int]:
-    """The processes that are ranks: the children of the launcher's agent."""
-    return [rank for agent in children(launcher) for rank in children(agent)]
-
-
-def children(pid: int) -> list[int]:
-    try:
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-def digest_of(output: str) -> str:
-    found = re.search(r"step \d+ done: (\w+)", output)
-    if not found:
-        raise SystemExit(f"a job did not come to its end:\n{output[-3000:]}")
-    return found[1]
-
-
-def disturb(job: subprocess.Popen[str], kills: int, chance: random.Random) -> int:
-    """Kill a rank now and then until the job ends or there were enough; how many were killed."""
-    done = 0
-    while job.poll() is None and done < kills:
-        time.sleep(chance.uniform(*PAUSES))
-        alive = ranks_of(job.pid)
-        if alive:
-            try:
-                os.kill(chance.choice(alive), signal.SIGKILL)
-                done += 1
-            except ProcessLookupError:
-                continue
-    return done
+def print_now(text: str) -> None:
+    print(text, flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--plan", default="dp=2,zero=1")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--minutes", type=float, default=600.0, help="leave jobs alone after that time")
+    parser.add_argument("--setup", default="", help="only setups whose name this regular expression finds")
+    parser.add_argument("--kind", default="", help="only kinds, likewise")
     chosen = parser.parse_args()
-    chance = random.Random(chosen.seed)
+    become_alone()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as name:
-        root = Path(name)
-        job = start(root / "undisturbed", chosen.plan, chosen.steps, chosen.ranks)
-        wanted = digest_of(job.communicate()[0])
-        print(f"undisturbed: {chosen.steps} steps under {chosen.plan}, state {wanted}", flush=True)
-        killed, jobs, lost, repeated = 0, 0, 0, 0
-        counted: Counter[str] = Counter()
-        while killed < chosen.kills:
-            folder = root / f"job{jobs}"
-            job = start(folder, chosen.plan, chosen.steps, chosen.ranks)
-            here = disturb(job, chosen.kills - killed, chance)
-            output = job.communicate()[0]
-            killed, jobs, lost = killed + here, jobs + 1, lost + (digest_of(output) != wanted)
-            starts = json.loads((folder / "run.json").read_text())["starts"]
-            counted["restarts"] += output.count("restart ")
-            counted["resumed from a checkpoint"] += sum(each["first_step"] > 0 for each in starts)
-            counted["passed over a damaged checkpoint"] += output.count("is damaged")
-            steps = [json.loads(line)["step"] for line in (folder / "steps.jsonl").read_text().splitlines()]
-            repeated += len(steps) - len(set(steps))
-            print(f"job {jobs}: {here} kills, state {digest_of(output)}", flush=True)
-        print(f"{killed} kills in {jobs} jobs; {', '.join(f'{name}: {count}' for name, count in counted.items())}")
-        print(f"in {time.monotonic() - began:.0f} s, the undisturbed job included")
-        print(f"lost: {lost} of {jobs} jobs differ from the undisturbed one; {repeated} steps are logged twice")
-        raise SystemExit(1 if lost or repeated else 0)
+    known = [kind for kind in kinds.available() if re.search(chosen.kind, kind.name)]
+    with contextlib.ExitStack() as stack:
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True)))
+        setups, hosts = [each for each in SETUPS if re.search(chosen.setup, each.name)], None
+        if any(each.hosts > 1 for each in setups):
+            if reason := namespaces.why_not():
+                print(f"no two hosts on this machine: {reason}")
+                setups = [each for each in setups if each.hosts == 1]
+            else:
+                (root / "hosts").mkdir()
+                hosts = stack.enter_context(namespaces.two_hosts(root / "hosts"))
+        campaign = Campaign(root, random.Random(chosen.seed), steps=chosen.steps, show=print_now)
+        campaign.small_disks = ALONE in os.environ
+        campaign.deadline = began + 60 * chosen.minutes
+        wanted = {}
+        done = turn = 0
+        while done < chosen.faults and time.monotonic() < campaign.deadline:
+            setup = setups[turn % len(setups)]
+            turn += 1
+            there = hosts if setup.hosts > 1 else None
+            suiting = [kind for kind in known if kind.suits(setup)]
+            try:
+                if setup not in wanted:
+                    wanted[setup] = campaign.undisturbed(setup, there)
+                if suiting:
+                    done += campaign.disturb(setup, wanted[setup], suiting, chosen.faults - done, there)
+            except (AssertionError, subprocess.SubprocessError) as error:
+                campaign.report.jobs += 1
+                campaign.report.wrong.append(str(error))
+                print_now(str(error))
+        for line in campaign.report.lines():
+            print(line)
+        print(f"in {time.monotonic() - began:.0f} s, seed {chosen.seed}, undisturbed jobs included")
+        raise SystemExit(1 if campaign.report.wrong else 0)
 
 
 if __name__ == "__main__":

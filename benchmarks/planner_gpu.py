@@ -2,7 +2,7 @@
 
     python benchmarks/planner_gpu.py [--json out.json] [--hardware here.toml]
 
-Seven settings, each one rank of a job of 8 to 64 devices, executed on this GPU with communication simulated (the other
+Eleven settings, each one rank of a job of 8 to 64 devices, executed on this GPU with communication simulated (the other
 ranks are not there: shapes, memory and computing are real). Predicted peak memory against the allocator's peak (within
 5%), and the time of a step by the cost model alone, for machines that are not here, against the measured (within 30%;
 a job on this machine replays steps instead). Without --hardware the GPU is measured first. Takes some minutes; needs no
@@ -49,9 +49,11 @@ class Setting:
     batch: int
     plan: str
     dtype: str = "bfloat16"
+    precision: str = "fp32"
 
     def task(self) -> uni.Task:
-        return large_gpt(self.name, self.config, self.batch, getattr(torch, self.dtype))
+        task = large_gpt(self.name, self.config, self.batch, getattr(torch, self.dtype))
+        return replace(task, precision=self.precision)
 
 
 SETTINGS = (
@@ -62,6 +64,10 @@ SETTINGS = (
     Setting("medium-float32", MEDIUM, 32, "dp=8,zero=2,recompute=full", "float32"),
     Setting("wide-tp-sp", WIDE, 32, "dp=4,tp=4,sp,zero=1"),
     Setting("wide-microbatches", WIDE, 64, "dp=8,tp=2,zero=1,microbatches=4"),
+    Setting("autocast", MEDIUM, 64, "dp=8", "float32", "bf16"),
+    Setting("autocast-zero3", MEDIUM, 64, "dp=8,zero=3", "float32", "bf16"),
+    Setting("autocast-tp-full", WIDE, 32, "dp=4,tp=4,sp,zero=1,recompute=full", "float32", "bf16"),
+    Setting("compile", MEDIUM, 64, "dp=8,compile", "float32", "bf16"),
 )
 
 

@@ -68,11 +68,11 @@ CIRCUITS: dict[str, Callable[[int, int], Circuit]] = {
 }
 
 
-def compiled(circuit: Circuit, dtype: torch.dtype) -> GpuCompiled:
-    """The whole circuit on one GPU, scheduled as a state would."""
-    steps = QuantumProgram.of(Schedule.of(circuit), 0).steps
+def compiled(schedule: Schedule, dtype: torch.dtype) -> GpuCompiled:
+    """The whole circuit on one GPU, without what a schedule prepares beforehand."""
+    steps = QuantumProgram.of(schedule, 0).steps
     operations = [operation for step in steps if isinstance(step, LocalOperations) for operation in step.operations]
-    return GpuCompiled(operations, circuit.wires, dtype, torch.device("cuda", torch.cuda.current_device()))
+    return GpuCompiled(operations, schedule.wires, dtype, torch.device("cuda", torch.cuda.current_device()))
 
 
 def seconds(call: Callable[[], object], repeats: int = 3) -> float:
@@ -99,7 +99,7 @@ def measure(name: str, wires: int, depth: int, dtype: torch.dtype, speed: float,
     circuit = CIRCUITS[name](wires, depth)
     weights = np.random.default_rng(0).uniform(0, 6, circuit.weights)
     begin = time.perf_counter()
-    program = compiled(circuit, dtype)
+    program = compiled(Schedule.of(circuit), dtype)
     state = torch.zeros(1 << wires, dtype=dtype, device="cuda")
     state[0] = 1
     program(state, weights)
@@ -143,7 +143,7 @@ def measure_layer(wires: int, depth: int, dtype: torch.dtype, speed: float) -> d
     """A layer of the sum of all Z: its output, and output and gradient together."""
     total = sum((Z(wire) for wire in range(1, wires)), Z(0))
     layer = Layer(hardware_efficient(wires, depth), [total], dtype=dtype, device="cuda")
-    program = compiled(hardware_efficient(wires, depth), dtype)
+    program = compiled(Schedule.of(hardware_efficient(wires, depth)), dtype)
     forward = forward_seconds(program, layer.weights.detach().cpu().numpy())
     torch.cuda.reset_peak_memory_stats()
     with torch.no_grad():

@@ -1,10 +1,11 @@
-"""A training job to be disturbed. Arguments: the run's folder, the plan ("dp={ranks}" for however many there are), and
-what shall happen at which start.
+"""A training job to be disturbed. Arguments: the run's folder, the plan ("dp={ranks}" for however many there are),
+what shall happen at which start, the number of steps, and of those between two checkpoints in memory.
 
 At start number i (0 is the first) the i-th of the comma-separated faults happens on the last rank: `forward:S` kills it
 inside a forward of step S, `collective:S` between the gradients' computation and their reduction, `saving:S` while the
 checkpoint of step S is written; `none` leaves it alone. `stay:S` has the ranks of host node1 wait after step S, for the
-test to take that host away. The last line tells the state that was reached, bit for bit.
+test to take that host away; `hold:S` has all ranks wait after step S until they get a signal. The last line tells the
+state that was reached, bit for bit.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import hashlib
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,13 @@ import unisono as uni
 
 STEPS = 18
 SAVE_EVERY = 5
+NEVER = 10**6
+PACE = "FAULTS_PACE"  # seconds between steps, in a campaign
 
 
 class Disturbed(uni.Callback):
-    def __init__(self, kind: str, step: int) -> None:
-        self.kind, self.step = kind, step
+    def __init__(self, kind: str, step: int, folder: str) -> None:
+        self.kind, self.step, self.folder = kind, step, folder
 
     def on_start(self, engine: uni.Engine, first_step: int, steps: int | None) -> None:
         if engine.comm.rank != engine.comm.size - 1:
@@ -47,6 +51,9 @@ class Disturbed(uni.Callback):
     def on_step(self, engine: uni.Engine, info: Any) -> None:
         if self.kind == "stay" and info.step == self.step and os.environ["UNISONO_HOST"] == "node1":
             signal.pause()
+        if self.kind == "hold" and info.step == self.step:
+            (Path(self.folder) / f"held.{engine.comm.rank}").touch()
+            signal.pause()
 
     def _die(self, step: int) -> None:
         if step == self.step:
@@ -63,6 +70,36 @@ class Announce(uni.Callback):
         beside = self.file.with_suffix(".new" + self.file.suffix)
         beside.write_text(f"{os.getpid()} {info.step}")
         beside.replace(self.file)
+
+
+class Weather(uni.Callback):
+    """In a campaign: does what files in the folder say, which are made and removed at any time."""
+
+    def __init__(self, folder: Path, rank: int, pace: float) -> None:
+        self.folder, self.rank, self.pace = folder, rank, pace
+        self.offset = 0.0
+        self._fsync, self._time = os.fsync, time.time
+        os.fsync = self._slow_fsync
+        time.time = lambda: self._time() + self.offset
+
+    def on_step(self, engine: uni.Engine, info: Any) -> None:
+        if self.rank == 0:
+            with (self.folder / "samples").open("a") as file:
+                file.write(f"{info.step} {' '.join(map(str, info.ids))}.\n")
+        time.sleep(self.pace)
+        there = os.listdir(self.folder)
+        if "clock" in there:
+            self.offset = float((self.folder / "clock").read_text())
+        if f"raise.{self.rank}" in there:
+            raise RuntimeError("asked to fail")
+        taken = []
+        while os.path.exists(self.folder / f"leak.{self.rank}"):
+            taken.append(b"x" * (4 << 20))
+
+    def _slow_fsync(self, file: int) -> None:
+        if os.path.exists(self.folder / "slow"):
+            time.sleep(1)
+        self._fsync(file)
 
 
 def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -84,8 +121,10 @@ def digest(engine: uni.Engine) -> str:
     return found.hexdigest()[:16]
 
 
-def trained(comm: uni.Communicator, folder: str, plan: str, planned: str, steps: int = STEPS) -> tuple[str, str]:
-    """The digest that was reached, and what there is to say."""
+def trained(
+    comm: uni.Communicator, folder: str, plan: str, planned: str, steps: int = STEPS, memory_every: int | None = None
+) -> tuple[str, str]:
+    """The digest that was reached, and what there is to say. With memory_every, checkpoints are in memory only."""
     kind, _, step = planned.partition(":")
     engine = uni.Engine(
         model,
@@ -95,15 +134,19 @@ def trained(comm: uni.Communicator, folder: str, plan: str, planned: str, steps:
         check="off",
         scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.5),
     )
+    callbacks: list[uni.Callback] = [Announce(Path(folder), comm.rank), Disturbed(kind, int(step or 0), folder)]
+    if PACE in os.environ:
+        callbacks.append(Weather(Path(folder), comm.rank, float(os.environ[PACE])))
     history = engine.fit(
         data(),
         epochs=1000,
         steps=steps,
         batch_size=8,
         save=folder,
-        save_every=SAVE_EVERY,
+        save_every=SAVE_EVERY if memory_every is None else NEVER,
+        memory_every=memory_every,
         resume=True,
-        callbacks=[Announce(Path(folder), comm.rank), Disturbed(kind, int(step or 0))],
+        callbacks=callbacks,
         progress=False,
     )
     reached = digest(engine)
@@ -111,12 +154,12 @@ def trained(comm: uni.Communicator, folder: str, plan: str, planned: str, steps:
     return reached, f"{start}\nstep {history.step} {history.stopped or 'done'}: {reached}"
 
 
-def main(folder: str, plan: str, faults: str, steps: str = str(STEPS)) -> None:
+def main(folder: str, plan: str, faults: str, steps: str = str(STEPS), memory_every: str = "") -> None:
     machine = Path(__file__).resolve().parents[2] / "tools" / "two_cores.toml"
     os.environ.setdefault("UNISONO_HARDWARE", str(machine))  # to plan by, so that nobody measures one meanwhile
     comm = uni.init()
     planned = (faults.split(",") + ["none"] * 100)[int(os.environ.get("UNISONO_ATTEMPT", "0"))]
-    _, reported = trained(comm, folder, plan, planned, int(steps))
+    _, reported = trained(comm, folder, plan, planned, int(steps), int(memory_every) if memory_every else None)
     if comm.rank == 0:
         print(reported)
     uni.shutdown()
