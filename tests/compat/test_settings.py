@@ -135,21 +135,21 @@ def test_a_backend_that_is_none() -> None:
 @pytest.mark.parametrize(
     ("obs", "reported"),
     [
-        ({"Q5": 1.0}, "the key 'Q5' of obs does not parse .* letters I, X, Y, Z, each with its wire"),
+        ({"Q5": 1.0}, "the key 'Q5' of obs does not parse .* Pauli string of I, X, Y, Z, each with its wire"),
         ({"X": 1.0}, "the key 'X' of obs does not parse .*has no wire"),
         ({"X1": "much"}, "the key 'X1' of obs has 'much'; expected a real number"),
         ({"wires": [0], "observables": ["X"]}, "lacks the key 'coefficient'; expected wires, observables, coefficient"),
         ({"wires": [0, 1], "observables": ["X"], "coefficient": [1, 2]}, "wires has 2, observables has 1"),
         ({"wires": [0], "observables": ["Q"], "coefficient": [1]}, "the key 'Q0' of obs does not parse"),
-        ({"wires": [], "observables": [], "coefficient": []}, "no wires; expected a string of letters"),
+        ({"wires": [], "observables": [], "coefficient": []}, "no wires; expected a Pauli string"),
         (
             {"wires": torch.tensor([0.5]), "observables": ["X"], "coefficient": [1]},
             "the key 'X0.5' of obs does not parse",
         ),
         ({"wires": 0, "observables": "X", "coefficient": 1, "wire": 1}, "unknown key 'wire' of obs; expected wires"),
         ("X0 + ", "does not parse"),
-        ([], "expected a string of letters"),
-        (5, "expected a string of letters"),
+        ([], "expected a Pauli string"),
+        (5, "expected a Pauli string"),
     ],
 )
 def test_an_observable_does_not_parse(obs: Any, reported: str) -> None:

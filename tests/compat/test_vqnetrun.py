@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.compat.programs.texts import examples
 from tests.examples.runner import EXAMPLES, run_command
 from unisono.compat import vqnetrun
 
@@ -30,6 +31,14 @@ def test_ranks_from_a_hostfile_with_all_flags(tmp_path: Path) -> None:
         assert reported in ran.ranks[rank]
         assert reported in (tmp_path / "out" / f"rank.{rank}").read_text()
     assert "localhost" in ran.text  # --verbose tells what was checked
+
+
+@pytest.mark.thorough
+@needs_the_command
+def test_a_program_of_the_document_by_its_own_command(tmp_path: Path) -> None:
+    (tmp_path / "test.py").write_text(examples("000")[25][1])
+    ran = run_command(["vqnetrun", "-n", "2", "python", "test.py"], tmp_path)
+    assert [ran.ranks[rank].split() for rank in range(2)] == [["0"], ["1"]]
 
 
 def test_help_and_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -225,7 +225,7 @@ class Twice(nn.Module):
         return uni.reshard(F.relu(hidden), MESH, [S(1), R])
 
 
-@pytest.mark.parametrize("search", ["propagate", "dynamic", "exact"])
+@pytest.mark.parametrize("search", ["propagate", "recursive", "dynamic", "exact"])
 def test_marks_of_a_tensor_and_of_an_op_that_takes_it_both_hold(search: str) -> None:
     model = Twice()
     uni.mark(model, "weight", MESH, [R, S(1)])
@@ -319,7 +319,7 @@ def test_marks_that_contradict_or_do_not_fit() -> None:
         with pytest.raises(UsageError, match="expected a function or a module"):
             make()
     three = Mesh.describe((3,), ("tp",))
-    for search in ("propagate", "dynamic", "exact"):
+    for search in ("propagate", "recursive", "dynamic", "exact"):
         uneven = nn.Linear(8, 4)
         uni.mark(uneven, "weight", three, [S(0)])
         with pytest.raises(

@@ -15,8 +15,15 @@ Pools = Callable[[str, int], RankPool]
 
 MESHES = {
     "quickstart": ["dp=2,mp=4,full"],
-    "mlp": ["dp=2", "mp=2,full", "mp=2,search=exact,full", "mp=2,search=dynamic,full", "dp=2,zero=2"],
-    "gpt": ["dp=2,mp=2,full,unpack", "mp=2,dp=2,full,zero=1", "dp=2,mp=2,full,zero=3"],
+    "mlp": [
+        "dp=2",
+        "mp=2,full",
+        "mp=2,search=exact,full",
+        "mp=2,search=dynamic,full",
+        "mp=2,search=recursive,full",
+        "dp=2,zero=2",
+    ],
+    "gpt": ["a=2,b=2,search=recursive,full", "dp=2,mp=2,full,unpack", "mp=2,dp=2,full,zero=1", "dp=2,mp=2,full,zero=3"],
     "encoder": ["mp=2,full,unpack"],
 }
 CHANCE = [

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from unisono.errors import UsageError
 from unisono.graph.capture.trace import Trace, trace
@@ -20,6 +20,7 @@ from unisono.graph.placement.cost import AxisLink
 from unisono.graph.placement.find import find
 from unisono.graph.placement.problem import DeviceRates, Problem
 from unisono.graph.placement.propagate import propagate
+from unisono.graph.placement.recursive import recursive
 from unisono.mesh.mesh import Mesh
 
 TP = Mesh.describe((2,), ("tp",))
@@ -99,7 +100,7 @@ def test_marks_are_kept() -> None:
     found = net()
     weight = next(iter(found.parameters))
     marks = [Mark(weight, 0, PlacementSpec(TP, (Shard(1),)))]
-    for search in (ilp.exact, dp.dynamic):
+    for search in (ilp.exact, dp.dynamic, recursive):
         assert search(found, TP, marks).layout(weight) == (Shard(1),)
 
 
@@ -111,6 +112,8 @@ def test_what_cannot_fit_is_reported() -> None:
         find(net(), TP, "exact", memory=-1)
     with pytest.raises(UsageError, match="search='propagate' follows the marks"):
         find(net(), TP, memory=100)
+    with pytest.raises(UsageError, match="search='recursive' decides once"):
+        find(net(), TP, "recursive", memory=100)
 
 
 @pytest.mark.parametrize("search", ["exact", "dynamic"])
@@ -131,6 +134,22 @@ def bytes_held(problem: Problem, found: Assignment) -> float:
     return problem.held(chosen)
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("sharding_propagation", "propagate"),
+        ("recursive_programming", "recursive"),
+        ("dynamic_programming", "dynamic"),
+    ],
+)
+def test_searches_have_mindspores_names(theirs: str, ours: str) -> None:
+    traced = net()
+    found, expected = find(traced, TP, theirs).options, find(traced, TP, ours).options
+    assert found.keys() == expected.keys()
+    for name, options in found.items():
+        assert [each.outputs for each in options] == [each.outputs for each in expected[name]]
+
+
 def test_two_axes() -> None:
     mesh = Mesh.describe((2, 2), ("a", "b"))
     found = ilp.exact(
@@ -139,6 +158,44 @@ def test_two_axes() -> None:
     products = [op.name for op in found.trace.ops if op.flops]
     assert products
     assert all(option.splits for name in products for option in found.options[name])
+
+
+class Product(nn.Module):
+    """A product whose two factors both have gradients, between ops that take any placement of their tensors."""
+
+    def __init__(self, rows: int, inner: int, columns: int) -> None:
+        super().__init__()
+        self.left = nn.Parameter(torch.zeros(rows, inner))
+        self.right = nn.Parameter(torch.zeros(inner, columns))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.left.exp() @ self.right.exp()).exp() * x.mean()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dims"),
+    [((1024, 32, 32), (0, None)), ((32, 1024, 32), (1, 0)), ((32, 32, 1024), (None, 1))],
+    ids=["rows", "inner", "columns"],
+)
+def test_recursive_divides_the_largest_op_along_its_longest_dim(
+    sizes: tuple[int, int, int], dims: tuple[int | None, int | None]
+) -> None:
+    found = trace(Product(*sizes), (torch.zeros(4), torch.zeros(())), lambda y, t: y.sum() - t)
+    rates = DeviceRates(flops=1e9, memory=1e30, link=AxisLink(1e-9, 1e9))
+    divided = recursive(found, Mesh.describe((2, 2), ("a", "b")), rates=rates, fully_use_devices=True)
+    for number, dim in enumerate(dims):
+        expected = Replicate() if dim is None else Shard(dim)
+        assert divided.wanted("matmul", number) == (expected, expected)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_recursive_is_never_better_than_exact_and_not_far_from_it(shape: tuple[int, ...]) -> None:
+    mesh = Mesh.describe(shape, ("a", "b")[: len(shape)])
+    for rates in (DeviceRates(flops=1e9, memory=1e9, link=AxisLink(1e-6, 1e9)), COMMUNICATION_ONLY):
+        problem = Problem.of(net(64), mesh, rates=rates, fully=True)
+        found = problem.seconds(chosen_by(problem, recursive(problem.trace, mesh, rates=rates, fully_use_devices=True)))
+        best = problem.seconds(ilp.solve(problem))
+        assert best * (1 - 1e-6) <= found <= 2 * best
 
 
 def block(name: str) -> Trace:

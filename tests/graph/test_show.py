@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -102,6 +103,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     page = tmp_path / "page.html"
     assert main(["explain", QUICKSTART, "--mesh", "dp=2,mp=4,full", "--rank", "6"]) == 0
     assert "over mp (4,5,6,7)" in capsys.readouterr().out
+    capsys.readouterr()
+    assert main(["explain", QUICKSTART, "--mesh", "dp=2,mp=4,full", "--rank", "6", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert (listed["rank"], listed["mesh"]) == (6, {"dp": 2, "mp": 4})
+    assert any(each["kind"] == "all_reduce" and each["ranks"] == [2, 6] for each in listed["sums"])
+    assert {"name", "serial", "distributed", "forward", "backward"} <= listed["lines"][0].keys()
     assert main(["explain", QUICKSTART, "--plan", "dp=2", "--html", str(page)]) == 0
     assert "rank 0 of 2" in page.read_text()
     assert main(["explain", QUICKSTART, "--mesh", "dp=2,mp=4", "--svg", str(page / "no.svg")]) == 2
@@ -112,6 +119,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "ranks 0 to 1" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_verify_takes_a_program(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", QUICKSTART, "--program", "dp=2,mp=2", "-n", "2"]) == 2
     assert "program dp=2,mp=2 needs 4 ranks, but there are 2" in capsys.readouterr().err

@@ -160,6 +160,7 @@ def test_running_statistics_are_values_of_their_own() -> None:
         assert {"running_mean", "running_var"} <= {traced.buffers[name] for name in traced.changed}
 
 
+@pytest.mark.thorough
 def test_a_model_that_no_memory_holds() -> None:
     """GPT-3 with 12 of its 96 layers: 22 billion parameters. (All 96: see docs/graph.md.)"""
     sizes = {"hidden_size": 12288, "num_hidden_layers": 12, "num_attention_heads": 96, "vocab_size": 50257}

@@ -4,7 +4,8 @@ python examples/seeds/002_paddle/changes.py
 python examples/seeds/002_paddle/changes.py --write
 
 Paddle's cells are the document's. Those of unisono are read off the programs of this folder, by holding each against
-single.py. `--write` makes docs/seeds/002.md of them, which the tests hold against this program.
+single.py. `--write` makes docs/seeds/002.md of them, and docs/zh/seeds/002.md, which is in Chinese; the tests hold both
+against this program.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import changes_zh
+
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parents[2] / "docs" / "seeds" / "002.md"
+ROOT = HERE.parents[2]
+PAGE, CHINESE_PAGE = ROOT / "docs" / "seeds" / "002.md", ROOT / "docs" / "zh" / "seeds" / "002.md"
 WRAPPERS = ("parallelize", "apply_marks", "to_static", "Engine")
 COLUMNS = ("`__init__` changed", "`forward` changed", "environment, strategy", "wrapping", "loading of data", "loop")
 
@@ -173,6 +178,28 @@ def page() -> str:
     return "\n".join([INTRODUCTION, *tables, DIFFERENCES, NOT_RUN, "```console", COMMAND, f"{MEMORY}```", "", REMARK])
 
 
+def chinese_page() -> str:
+    zh = changes_zh
+    tables = [
+        line for title, rows in TABLES.items() for line in (f"## {zh.TITLES[title]}", "", *_chinese_table(rows), "")
+    ]
+    block = INTRODUCTION[INTRODUCTION.index(NOT_RUN) : INTRODUCTION.rindex("```") + 3]
+    memory = [NOT_RUN, "```console", COMMAND, f"{MEMORY}```", ""]
+    return "\n".join([zh.INTRODUCTION, block, zh.PRINTED, *tables, zh.DIFFERENCES, *memory, zh.REMARK])
+
+
+def _chinese_table(rows: Sequence[Line]) -> Iterator[str]:
+    """The same cells in Chinese, but for code."""
+    _, ruler, *lines = _table(rows)
+    yield f"| | {' | '.join(changes_zh.COLUMNS)} |"
+    yield ruler
+    words = re.compile("|".join(rf"\b{word}\b" for word in changes_zh.WORDS))
+    for line in lines:
+        parts = re.split("(`[^`]*`)", line)
+        parts[::2] = [words.sub(lambda found: changes_zh.WORDS[found[0]], part) for part in parts[::2]]
+        yield "".join(parts)
+
+
 def _table(rows: Sequence[Line]) -> Iterator[str]:
     yield f"| | {' | '.join(COLUMNS)} | lines | program |"
     yield f"|{'---|' * (len(COLUMNS) + 3)}"
@@ -251,11 +278,13 @@ again: of a layer's forward, what is computed again
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--write", action="store_true", help="write docs/seeds/002.md")
+    parser.add_argument("--write", action="store_true", help="write docs/seeds/002.md and docs/zh/seeds/002.md")
     if not parser.parse_args().write:
         print(page(), end="")
-    elif PAGE.read_text() == page():
-        print(f"{PAGE.relative_to(HERE.parents[2])} is up to date")
     else:
-        PAGE.write_text(page())
-        print(f"wrote {PAGE.relative_to(HERE.parents[2])}")
+        for path, text in ((PAGE, page()), (CHINESE_PAGE, chinese_page())):
+            is_new = not path.exists() or path.read_text() != text
+            if is_new:
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(text)
+            print(f"wrote {path.relative_to(ROOT)}" if is_new else f"{path.relative_to(ROOT)} is up to date")

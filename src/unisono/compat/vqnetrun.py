@@ -2,14 +2,18 @@
 
 vqnetrun -n 2 python test.py
 vqnetrun -np 4 -f hosts --output-filename out --verbose --start-timeout 10 python test.py
+
+Where VQNet is not installed, `import pyvqnet` finds unisono.compat.vqnet in the ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Sequence
 
+from unisono.compat.aliases import ALIASES
 from unisono.errors import UnisonoError, UsageError
 from unisono.launch import command, hosts
 
@@ -25,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_options(parser)
     chosen = parser.parse_args(arguments)
     try:
-        _widen(chosen)
+        settle(chosen)
         return command.run(chosen)
     except UsageError as error:
         print(f"vqnetrun: {error}", file=sys.stderr)
@@ -33,6 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UnisonoError as error:
         print(f"vqnetrun: {error}", file=sys.stderr)
         return 1
+
+
+def settle(chosen: argparse.Namespace) -> None:
+    """Make options of vqnetrun those of `unisono run`: VQNet's names are unisono's where VQNet is not installed."""
+    _widen(chosen)
+    if importlib.util.find_spec("pyvqnet") is None:
+        chosen.aliases, chosen.written_for = ALIASES, "pyvqnet"
 
 
 def _widen(chosen: argparse.Namespace) -> None:

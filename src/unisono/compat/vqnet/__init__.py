@@ -40,6 +40,7 @@ from unisono.compat.vqnet.dtype import kint16 as kint16
 from unisono.compat.vqnet.dtype import kint32 as kint32
 from unisono.compat.vqnet.dtype import kint64 as kint64
 from unisono.compat.vqnet.dtype import kuint8 as kuint8
+from unisono.compat.vqnet.missing import explain, missing_names
 from unisono.compat.vqnet.tensor import QTensor as QTensor
 from unisono.compat.vqnet.tensor import no_grad as no_grad
 
@@ -73,3 +74,10 @@ __all__ = [
     "optim",
     "tensor",
 ]
+
+__getattr__ = missing_names(__name__, globals())
+
+
+def explain_missing_module(name: str) -> str:
+    """The sentence for `import pyvqnet.qnn.pq3`."""
+    return explain(name, {})

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from unisono.compat.language import say
+from unisono.compat.vqnet.missing import missing_names
 from unisono.errors import UsageError
 
 DEV_CPU = 0
@@ -24,6 +26,14 @@ def device_of(given: Device) -> torch.device:
     if given == DEV_CPU:
         return torch.device("cpu")
     if given < DEV_GPU_0:
-        raise UsageError(f"device {given}: expected {DEV_CPU} for the CPU, or {DEV_GPU_0} + k for the k-th GPU")
+        raise UsageError(
+            say(
+                f"device {given}: expected {DEV_CPU} for the CPU, or {DEV_GPU_0} + k for the k-th GPU",
+                f"设备 {given}：应为 {DEV_CPU}（CPU），或 {DEV_GPU_0} + k（第 k 个 GPU）",
+            )
+        )
     count = torch.cuda.device_count()
     return torch.device("cuda", (given - DEV_GPU_0) % count) if count else torch.device("cpu")
+
+
+__getattr__ = missing_names(__name__, globals())

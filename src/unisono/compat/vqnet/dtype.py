@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from unisono.compat.language import say
+from unisono.compat.vqnet.missing import missing_names
 from unisono.errors import UsageError
 
 kbool = torch.bool
@@ -28,5 +30,13 @@ def dtype_of(given: Dtype) -> torch.dtype:
         return given
     if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given < len(BY_NUMBER):
         numbers = ", ".join(f"{number} ({str(each).removeprefix('torch.')})" for number, each in enumerate(BY_NUMBER))
-        raise UsageError(f"dtype={given!r}: expected a torch dtype or one of {numbers}")
+        raise UsageError(
+            say(
+                f"dtype={given!r}: expected a torch dtype or one of {numbers}",
+                f"dtype={given!r}：应为 torch 的 dtype，或 {numbers} 之一",
+            )
+        )
     return BY_NUMBER[given]
+
+
+__getattr__ = missing_names(__name__, globals())

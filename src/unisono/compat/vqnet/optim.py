@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from unisono.compat.vqnet.missing import missing_names
+
 
 class SGD(torch.optim.SGD):
     is_elementwise = True
@@ -57,3 +59,22 @@ class RMSProp(torch.optim.RMSprop):
 
     def __init__(self, params: Any, lr: float = 0.01, beta: float = 0.99, epsilon: float = 1e-8) -> None:
         super().__init__(params, lr=lr, alpha=beta, eps=epsilon)
+
+
+class AdamW(torch.optim.AdamW):
+    is_elementwise = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 0.01,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-8,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+    ) -> None:
+        super().__init__(params, lr=lr, betas=(beta1, beta2), eps=epsilon, weight_decay=weight_decay, amsgrad=amsgrad)
+
+
+__getattr__ = missing_names(__name__, globals())

@@ -7,6 +7,8 @@ import random
 import numpy as np
 import torch
 
+from unisono.compat.vqnet.missing import missing_names
+
 
 def set_random_seed(seed: int) -> None:
     """Seed Python's, NumPy's and torch's generators."""
@@ -17,3 +19,6 @@ def set_random_seed(seed: int) -> None:
 
 def get_random_seed() -> int:
     return torch.initial_seed()
+
+
+__getattr__ = missing_names(__name__, globals())

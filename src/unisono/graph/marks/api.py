@@ -105,6 +105,16 @@ def shard_tensor(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placemen
     return moves.shard_tensor(tensor, mesh, placements)
 
 
+def mark_parameter(parameter: nn.Parameter, mesh: Mesh, placements: Sequence[Placement]) -> None:
+    """The same mark for a parameter that stays as it is until a plan or a program is made of the marks."""
+    _tensors[parameter] = PlacementSpec(mesh, checked(placements, mesh, parameter.dim()), line=calling_line())
+
+
+def is_applied() -> bool:
+    """Whether a model runs now under the plan that its marks made."""
+    return _is_applied > 0
+
+
 def reshard(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> torch.Tensor:
     """The tensor, redistributed; in a trace, a mark for all users of what is returned. Where no ranks are running, the
     full tensor is returned unchanged.

@@ -11,6 +11,7 @@ from unisono.graph.placement.assignment import Assignment, producers
 from unisono.graph.placement.dp import dynamic
 from unisono.graph.placement.ilp import exact
 from unisono.graph.placement.propagate import propagate
+from unisono.graph.placement.recursive import recursive
 from unisono.graph.placement.strategy import batch_marks, placements_of_marks
 from unisono.graph.rules.option import REPLICATE
 from unisono.graph.rules.registry import rule_of, target_name
@@ -37,9 +38,30 @@ def _exact(trace: Trace, mesh: Mesh, marks: list[Mark], fully_use_devices: bool,
     return exact(trace, mesh, marks, fully_use_devices=fully_use_devices, memory=memory)
 
 
+def _recursive(
+    trace: Trace, mesh: Mesh, marks: list[Mark], fully_use_devices: bool, memory: float | None
+) -> Assignment:
+    if memory is not None:
+        raise UsageError(
+            "memory= is a limit to search under, but search='recursive' decides once and does not come back to what it "
+            "decided; use 'exact' or 'dynamic'"
+        )
+    return recursive(trace, mesh, marks, fully_use_devices=fully_use_devices)
+
+
 # A search takes the trace, the mesh, marks besides those of the trace, whether devices are to be used fully, and how
 # many bytes a rank may hold.
-SEARCHES: dict[str, Search] = {"propagate": _propagated, "dynamic": _dynamic, "exact": _exact}
+SEARCHES: dict[str, Search] = {
+    "propagate": _propagated,
+    "recursive": _recursive,
+    "dynamic": _dynamic,
+    "exact": _exact,
+}
+OTHER_NAMES = {  # MindSpore's
+    "sharding_propagation": "propagate",
+    "recursive_programming": "recursive",
+    "dynamic_programming": "dynamic",
+}
 
 
 def find(
@@ -50,6 +72,7 @@ def find(
     memory: float | None = None,
 ) -> Assignment:
     """An assignment that keeps all marks. An axis called dp shares the batch, unless the user's marks use it."""
+    search = OTHER_NAMES.get(search, search)
     if search not in SEARCHES:
         raise UsageError(f"search={search!r}; expected one of {', '.join(SEARCHES)}")
     is_number = isinstance(memory, int | float) and not isinstance(memory, bool) and memory > 0

@@ -12,7 +12,8 @@ bytes of the collectives, forward and backward (cost.py). `bytes` is what a rank
 and two numbers of optimizer state, an activation that the backward needs. Marks leave a node only the choices that keep
 them.
 
-`dp.py` solves it node by node along the graph, `ilp.py` by integer programming.
+`dp.py` solves it node by node along the graph, `ilp.py` by integer programming; `recursive.py` divides the ops of most
+work first.
 """
 
 from __future__ import annotations
@@ -99,9 +100,23 @@ class Problem:
         memory: float | None = None,
         fully: bool = False,
     ) -> Problem:
+        problem = cls.of_nodes(trace, mesh, marks, rates, memory, fully)
+        problem._connect()
+        return problem
+
+    @classmethod
+    def of_nodes(
+        cls,
+        trace: Trace,
+        mesh: Mesh,
+        marks: Iterable[Mark] = (),
+        rates: DeviceRates | None = None,
+        memory: float | None = None,
+        fully: bool = False,
+    ) -> Problem:
+        """The choices of nodes alone: what tensors between them cost takes most of the time to make."""
         problem = cls(trace, mesh, rates or DeviceRates(), memory, fully)
         problem._choose(placements_of_marks(trace, mesh, (*trace.marks, *marks)))
-        problem._connect()
         return problem
 
     def assignment(self, chosen: dict[str, int]) -> Assignment:

@@ -44,6 +44,7 @@ from unisono.graph.render.svg import as_svg
 from unisono.graph.render.text import as_text
 from unisono.mesh.deferred_init.seeded_init import build, in_dtype
 from unisono.mesh.mesh import Mesh
+from unisono.mesh.named_groups import GroupedOptimizer, NamedParameters
 from unisono.mesh.optimizers import OptimizerScope, fused, optimizer_scope, require_elementwise_hooks
 from unisono.mesh.random.state import RandomState
 
@@ -83,7 +84,9 @@ class Program:
         self.shards = ProgramShards(model, _parameter_specs(lowered), self.mesh, self._device)
         self._shares = OptimizerShards(self.shards) if zero == 1 else None
         self._again = GatherInBackward() if zero == 3 else None
-        self.optimizer = optimizer(list(self.shards.optimized.values()))
+        if isinstance(optimizer, GroupedOptimizer):
+            optimizer.require_members(self.shards.optimized)
+        self.optimizer = optimizer(NamedParameters(self.shards.optimized.values(), self.shards.optimized))
         _require_elementwise(self.optimizer, optimizer, self.shards)
         self._forms: dict[Signature, Executable] = {}
         self._example = _without_data(example)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -78,6 +79,16 @@ class Listing:
         return [
             collective for line in self.lines for collective in line.backward if collective.is_collective
         ] + self.sums
+
+    def as_json(self) -> dict[str, Any]:
+        mesh = dict(zip(self.mesh.names, self.mesh.shape, strict=True))
+        return {"mesh": mesh} | {each.name: _plain(getattr(self, each.name)) for each in fields(self)[1:]}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [asdict(each) if isinstance(each, ListedInput | ListedOp | CollectiveStep) else each for each in value]
+    return value
 
 
 def listing_of(lowered: Lowered, rank: int = 0) -> Listing:

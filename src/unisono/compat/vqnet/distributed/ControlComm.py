@@ -12,6 +12,7 @@ from torch import nn
 from unisono.comm.communicator import Communicator
 from unisono.comm.rendezvous import world
 from unisono.comm.rendezvous.launcher_env import find_rank_info
+from unisono.compat.language import say
 from unisono.compat.vqnet.distributed.group import CommGroup, comm_of_group, groups_of
 from unisono.compat.vqnet.distributed.joining import joined
 from unisono.compat.vqnet.tensor.qtensor import plain, wrapped
@@ -104,7 +105,12 @@ class CommController:
         Shards of layers that ranks share (ColumnParallelLinear, RowParallelLinear) differ by right, and stay.
         """
         if not isinstance(model, nn.Module):
-            raise UsageError(f"broadcast_model_params takes a Module, not a {type(model).__name__}")
+            raise UsageError(
+                say(
+                    f"broadcast_model_params takes a Module, not a {type(model).__name__}",
+                    f"broadcast_model_params 接受 Module，而不是 {type(model).__name__}",
+                )
+            )
         replicated = nn.Module()
         for name, parameter in model.named_parameters():
             if not layout_of(parameter).splits:
@@ -117,7 +123,12 @@ class CommController:
 def _memory(tensor: torch.Tensor, op: str) -> torch.Tensor:
     """The tensor's own memory, for a collective to read and write."""
     if not isinstance(tensor, torch.Tensor):
-        raise UsageError(f"{op} takes a tensor, not a {type(tensor).__name__}; make one with tensor.to_tensor")
+        raise UsageError(
+            say(
+                f"{op} takes a tensor, not a {type(tensor).__name__}; make one with tensor.to_tensor",
+                f"{op} 接受张量，而不是 {type(tensor).__name__}；请用 tensor.to_tensor 建立",
+            )
+        )
     return plain(tensor).detach()
 
 
@@ -125,7 +136,12 @@ def _rank(op: str, name: str, given: Any) -> int:
     """A rank as a number; the communicator checks whether there is such a rank."""
     rank = whole_number(given)
     if rank is None:
-        raise UsageError(f"{op}: {name}={given!r}; expected a rank, which is a whole number")
+        raise UsageError(
+            say(
+                f"{op}: {name}={given!r}; expected a rank, which is a whole number",
+                f"{op}：{name}={given!r}；应为进程编号，即整数",
+            )
+        )
     return rank
 
 

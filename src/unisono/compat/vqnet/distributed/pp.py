@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules.loss import _Loss
 from torch.utils.data import Dataset
 
+from unisono.compat.language import say
 from unisono.compat.vqnet.distributed.joining import joined
 from unisono.compat.vqnet.distributed.settings import Settings, optimizer_of
 from unisono.compat.vqnet.tensor.qtensor import plain
@@ -49,7 +50,9 @@ class PipelineParallelTrainingWrapper:
         batch, seed = settings.count("train_batch_size"), settings.count("seed", 0, least=0)
         model = nn.Sequential(*[_layer(number, each) for number, each in enumerate(_listed(join_layers))])
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise UsageError(f"{_NAME}: join_layers have no parameters to train")
+            raise UsageError(
+                say(f"{_NAME}: join_layers have no parameters to train", f"{_NAME}：join_layers 中没有可训练的参数")
+            )
         clip = settings.norm("gradient_clipping")
         micro, stages = settings.count("train_micro_batch_size_per_gpu"), settings.count("pipeline_parallel_size")
         comm = joined(settings.get("backend"))
@@ -82,13 +85,20 @@ class PipelineParallelTrainingWrapper:
 def _plan(ranks: int, stages: int, batch: int, micro: int) -> Plan:
     if ranks % stages:
         raise UsageError(
-            f"{_NAME}, args: pipeline_parallel_size={stages} does not divide the {ranks} ranks that are running"
+            say(
+                f"{_NAME}, args: pipeline_parallel_size={stages} does not divide the {ranks} ranks that are running",
+                f"{_NAME}，args：pipeline_parallel_size={stages} 不能整除正在运行的 {ranks} 个进程",
+            )
         )
     replicas = ranks // stages
     if batch % (micro * replicas):
         raise UsageError(
-            f"{_NAME}, args: train_batch_size={batch} is no multiple of train_micro_batch_size_per_gpu={micro} times "
-            f"{replicas} pipelines"
+            say(
+                f"{_NAME}, args: train_batch_size={batch} is no multiple of train_micro_batch_size_per_gpu="
+                f"{micro} times {replicas} pipelines",
+                f"{_NAME}，args：train_batch_size={batch} 不是 train_micro_batch_size_per_gpu={micro} 乘以 "
+                f"{replicas} 条流水线的倍数",
+            )
         )
     return Plan(dp=replicas, pp=stages, microbatches=batch // (micro * replicas))
 
@@ -106,20 +116,35 @@ class _Function(nn.Module):
 
 def _listed(layers: Any) -> list[Any]:
     if not hasattr(layers, "__iter__") or not (listed := list(layers)):
-        raise UsageError(f"{_NAME}: join_layers is {layers!r}; expected a list of layers")
+        raise UsageError(
+            say(
+                f"{_NAME}: join_layers is {layers!r}; expected a list of layers",
+                f"{_NAME}：join_layers 为 {layers!r}；应为层的列表",
+            )
+        )
     return listed
 
 
 def _layer(number: int, given: Any) -> nn.Module:
     if not callable(given):
-        raise UsageError(f"{_NAME}: layer {number} is a {type(given).__name__}; expected a module or a function")
+        raise UsageError(
+            say(
+                f"{_NAME}: layer {number} is a {type(given).__name__}; expected a module or a function",
+                f"{_NAME}：第 {number} 层是 {type(given).__name__}；应为模块或函数",
+            )
+        )
     return given if isinstance(given, nn.Module) else _Function(given)
 
 
 def _with_output_first(loss: Any) -> Callable[[Any, Any], torch.Tensor]:
     if not callable(loss) or isinstance(loss, type):
         given = f"the class {loss.__name__}" if isinstance(loss, type) else f"a {type(loss).__name__}"
-        raise UsageError(f"{_NAME}, args: loss is {given}; expected a loss such as CrossEntropyLoss()")
+        raise UsageError(
+            say(
+                f"{_NAME}, args: loss is {given}; expected a loss such as CrossEntropyLoss()",
+                f"{_NAME}，args：loss 为 {given}；应为 CrossEntropyLoss() 等 loss",
+            )
+        )
     if isinstance(loss, _Loss) or getattr(loss, "__module__", "") == "torch.nn.functional":
         return loss  # torch's own take the output first already
 
@@ -136,7 +161,11 @@ class _Plain(Dataset[Any]):
     def __init__(self, data: Any) -> None:
         if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
             raise UsageError(
-                f"{_NAME}: a trainset of type {type(data).__name__}; expected one with a length and numbered samples"
+                say(
+                    f"{_NAME}: a trainset of type {type(data).__name__}; expected one with a length and "
+                    "numbered samples",
+                    f"{_NAME}：trainset 的类型为 {type(data).__name__}；应有长度，且样本可按编号读取",
+                )
             )
         self.data = data
 

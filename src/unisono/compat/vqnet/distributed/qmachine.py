@@ -18,7 +18,8 @@ import torch
 from torch.func import functional_call
 
 from unisono.comm.communicator import Communicator
-from unisono.compat.vqnet.distributed.joining import joined_if_many
+from unisono.compat.language import say
+from unisono.compat.vqnet.distributed.joining import joined_if_many, world_size
 from unisono.compat.vqnet.distributed.settings import Settings
 from unisono.compat.vqnet.dtype import Dtype, dtype_of, kcomplex64
 from unisono.compat.vqnet.nn.module import Module
@@ -43,7 +44,12 @@ def _wires_of(kind: str, wires: Any) -> tuple[int, ...]:
     listed = list(wires) if getattr(wires, "ndim", 1) and hasattr(wires, "__iter__") else [wires]
     positions = tuple(position for position in map(whole_number, listed) if position is not None)
     if len(positions) != len(listed):
-        raise UsageError(f"{kind}: wires={wires!r}; expected a whole number, or a list of them")
+        raise UsageError(
+            say(
+                f"{kind}: wires={wires!r}; expected a whole number, or a list of them",
+                f"{kind}：wires={wires!r}；应为整数，或整数列表",
+            )
+        )
     return positions
 
 
@@ -51,24 +57,39 @@ def _require_wires(kind: str, positions: tuple[int, ...]) -> None:
     below, controls = CONTROLLED.get(kind, (kind, 0))
     wanted = gate(below).targets + controls
     if len(positions) != wanted or len(set(positions)) != wanted:
-        different = f"{wanted} different wires" if wanted > 1 else "one wire"
-        raise UsageError(f"{kind}: wires={list(positions)}; expected {different}")
+        several = say(f"{wanted} different wires", f"{wanted} 个不同的 wire")
+        different = several if wanted > 1 else say("one wire", "一个 wire")
+        raise UsageError(
+            say(
+                f"{kind}: wires={list(positions)}; expected {different}",
+                f"{kind}：wires={list(positions)}；应为{different}",
+            )
+        )
 
 
 class DistributeQMachine(Module):
     """`num_wires` qubits whose state is sharded over all ranks; every rank records the same gates on the same batch.
 
-    How many qubits ranks share follows from how many ranks run, whatever `set_qr_config` sets: results do not depend on
-    it.
+    How many qubits ranks share follows from how many ranks run; `set_qr_config` checks what the program says of it.
     """
 
     def __init__(self, num_wires: int, dtype: Dtype = kcomplex64, grad_mode: str = "") -> None:
         super().__init__()
         if grad_mode not in _GRAD_MODES:
-            raise UsageError(f"DistributeQMachine: grad_mode={grad_mode!r}; expected '' or {ADJOINT!r}")
+            raise UsageError(
+                say(
+                    f"DistributeQMachine: grad_mode={grad_mode!r}; expected '' or {ADJOINT!r}",
+                    f"DistributeQMachine：grad_mode={grad_mode!r}；应为 '' 或 {ADJOINT!r}",
+                )
+            )
         self.dtype = dtype_of(dtype)
         if self.dtype not in _TOLERANCE:
-            raise UsageError(f"DistributeQMachine: dtype {self.dtype}; expected kcomplex64 or kcomplex128")
+            raise UsageError(
+                say(
+                    f"DistributeQMachine: dtype {self.dtype}; expected kcomplex64 or kcomplex128",
+                    f"DistributeQMachine：dtype 为 {self.dtype}；应为 kcomplex64 或 kcomplex128",
+                )
+            )
         self.num_wires, self.grad_mode = num_wires, grad_mode
         self.just_defined, self.save_op_history = False, True
         self.qr_config: dict[str, int] = {}
@@ -92,9 +113,29 @@ class DistributeQMachine(Module):
         settings = Settings(where, config, {"qubit": "all qubits", "global_qubit": "log2 of the ranks"})
         qubits, shared = settings.count("qubit"), settings.count("global_qubit", least=0)
         if qubits != self.num_wires:
-            raise UsageError(f"{where}: qubit={qubits}, but the machine has num_wires={self.num_wires}")
+            raise UsageError(
+                say(
+                    f"{where}: qubit={qubits}, but the machine has num_wires={self.num_wires}",
+                    f"{where}：qubit={qubits}，而机器的 num_wires={self.num_wires}",
+                )
+            )
         if shared >= qubits:
-            raise UsageError(f"{where}: global_qubit={shared}; expected fewer than the {qubits} qubits")
+            raise UsageError(
+                say(
+                    f"{where}: global_qubit={shared}; expected fewer than the {qubits} qubits",
+                    f"{where}：global_qubit={shared}；应少于 {qubits} 个量子比特",
+                )
+            )
+        ranks = world_size()
+        if 2**shared != ranks:
+            raise UsageError(
+                say(
+                    f"{where}: global_qubit={shared} is for {2**shared} ranks, but {ranks} run; give "
+                    f"global_qubit={ranks.bit_length() - 1}, or start the program with unisono run -n {2**shared}",
+                    f"{where}：global_qubit={shared} 需要 {2**shared} 个进程，但有 {ranks} 个；请用 "
+                    f"global_qubit={ranks.bit_length() - 1}，或用 unisono run -n {2**shared} 启动程序",
+                )
+            )
         self.qr_config = {"qubit": qubits, "global_qubit": shared}
 
     # ---- recording -----------------------------------------------------------------------------------------------
@@ -102,7 +143,12 @@ class DistributeQMachine(Module):
     def reset_states(self, batchsize: int) -> None:
         """Begin anew, with so many samples in |0...0>."""
         if isinstance(batchsize, bool) or not isinstance(batchsize, Integral) or batchsize < 1:
-            raise UsageError(f"DistributeQMachine: reset_states({batchsize!r}); expected a number of samples")
+            raise UsageError(
+                say(
+                    f"DistributeQMachine: reset_states({batchsize!r}); expected a number of samples",
+                    f"DistributeQMachine：reset_states({batchsize!r})；应为样本数",
+                )
+            )
         self.batchsize = int(batchsize)
         self.circuit = Circuit(self.num_wires)
         self._form: list[tuple[Any, ...]] = []
@@ -128,21 +174,41 @@ class DistributeQMachine(Module):
         if params is None or not count:
             if (params is None) == (not count):
                 return [], False
-            needs = f"takes {count} angles, but params is None" if count else "takes no angles, but params are given"
-            raise UsageError(f"{kind} {needs}")
+            if count:
+                raise UsageError(
+                    say(
+                        f"{kind} takes {count} angles, but params is None",
+                        f"{kind} 接受 {count} 个角度，而 params 为 None",
+                    )
+                )
+            raise UsageError(
+                say(f"{kind} takes no angles, but params are given", f"{kind} 不接受角度，而给出了 params")
+            )
         try:
             given = plain(params) if isinstance(params, torch.Tensor) else torch.as_tensor(params, dtype=torch.float64)
         except (TypeError, ValueError, RuntimeError):
-            raise UsageError(f"{kind}: params={params!r}; expected real angles") from None
+            raise UsageError(
+                say(f"{kind}: params={params!r}; expected real angles", f"{kind}：params={params!r}；应为实数角度")
+            ) from None
         if given.is_complex():
-            raise UsageError(f"{kind}: params are {given.dtype}; expected real angles")
+            raise UsageError(
+                say(
+                    f"{kind}: params are {given.dtype}; expected real angles",
+                    f"{kind}：params 的类型为 {given.dtype}；应为实数角度",
+                )
+            )
         if given.numel() == count:
             return list(given.reshape(-1)), False
         if given.dim() and len(given) == self.batchsize and given.numel() == count * self.batchsize:
             return list(given.reshape(self.batchsize, count).unbind(1)), True
         raise UsageError(
-            f"{kind}: params of shape {tuple(given.shape)}; expected ({count},) for all samples, or "
-            f"({self.batchsize}, {count}) with a row for each of the {self.batchsize} samples of reset_states"
+            say(
+                f"{kind}: params of shape {tuple(given.shape)}; expected ({count},) for all samples, or ("
+                f"{self.batchsize}, {count}) with a row for each of the {self.batchsize} samples of "
+                "reset_states",
+                f"{kind}：params 的形状为 {tuple(given.shape)}；应为 ({count},)（对所有样本），或 ("
+                f"{self.batchsize}, {count})（reset_states 的 {self.batchsize} 个样本各一行）",
+            )
         )
 
     # ---- running -------------------------------------------------------------------------------------------------
@@ -182,20 +248,32 @@ class DistributeQMachine(Module):
         strangers = [rank for rank, each in enumerate(digests) if each != digests[0]]
         if strangers:
             raise UsageError(
-                f"DistributeQMachine: rank {strangers[0]} recorded other gates than rank 0, or on another number of "
-                "samples; all ranks share one state, so give all of them the same batch"
+                say(
+                    f"DistributeQMachine: rank {strangers[0]} recorded other gates than rank 0, or on another "
+                    "number of samples; all ranks share one state, so give all of them the same batch",
+                    f"DistributeQMachine：{strangers[0]} 号进程记录的门或样本数与 0 号进程不同；所有进程共有一"
+                    "个态，请给出相同的批",
+                )
             )
         values = torch.cat([shared.detach(), own.detach().reshape(-1)]).to(comm.device, torch.float64)
         if not len(values):
             return
         if not bool(values.isfinite().all()):
-            raise UsageError("DistributeQMachine: an angle is nan or infinite; expected finite real angles")
+            raise UsageError(
+                say(
+                    "DistributeQMachine: an angle is nan or infinite; expected finite real angles",
+                    "DistributeQMachine：有角度为 nan 或无穷；应为有限的实数",
+                )
+            )
         highest, lowest = comm.all_reduce(values.clone(), "max"), comm.all_reduce(values.clone(), "min")
         apart = float((highest - lowest).max())
         if not apart <= _TOLERANCE[self.dtype] * max(1.0, float(highest.max()), -float(lowest.min())):
             raise UsageError(
-                f"DistributeQMachine: angles differ between ranks by up to {apart:.3g}; all ranks share one state, so "
-                "give all of them the same batch and parameters"
+                say(
+                    f"DistributeQMachine: angles differ between ranks by up to {apart:.3g}; all ranks share "
+                    "one state, so give all of them the same batch and parameters",
+                    f"DistributeQMachine：各进程的角度相差至多 {apart:.3g}；所有进程共有一个态，请给出相同的批和参数",
+                )
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributeQMachine:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from unisono.compat.language import say
 from unisono.compat.vqnet.distributed.joining import joined_if_many
 from unisono.compat.vqnet.distributed.qmachine import ADJOINT, DistributeQMachine
 from unisono.compat.vqnet.nn.module import Module
@@ -25,17 +26,31 @@ class DistQuantumLayerAdjoint(Module):
     def __init__(self, vqc_module: nn.Module, name: str = "") -> None:
         super().__init__(name)
         if not isinstance(vqc_module, nn.Module):
-            raise UsageError(f"DistQuantumLayerAdjoint of a {type(vqc_module).__name__}: expected a Module")
+            raise UsageError(
+                say(
+                    f"DistQuantumLayerAdjoint of a {type(vqc_module).__name__}: expected a Module",
+                    f"DistQuantumLayerAdjoint({type(vqc_module).__name__})：应为 Module",
+                )
+            )
         machines = [each for each in vqc_module.modules() if isinstance(each, DistributeQMachine)]
         if not machines:
             raise UsageError(
-                f"DistQuantumLayerAdjoint: {type(vqc_module).__name__} has no DistributeQMachine; set one in __init__"
+                say(
+                    f"DistQuantumLayerAdjoint: {type(vqc_module).__name__} has no DistributeQMachine; set one "
+                    "in __init__",
+                    f"DistQuantumLayerAdjoint：{type(vqc_module).__name__} 没有 DistributeQMachine；请在 "
+                    "__init__ 中设置",
+                )
             )
         for machine in machines:
             if machine.grad_mode != ADJOINT:
                 raise UsageError(
-                    f"DistQuantumLayerAdjoint: grad_mode={machine.grad_mode!r}; expected "
-                    f"DistributeQMachine(..., grad_mode={ADJOINT!r})"
+                    say(
+                        f"DistQuantumLayerAdjoint: grad_mode={machine.grad_mode!r}; expected "
+                        f"DistributeQMachine(..., grad_mode={ADJOINT!r})",
+                        f"DistQuantumLayerAdjoint：grad_mode={machine.grad_mode!r}；应为 "
+                        f"DistributeQMachine(..., grad_mode={ADJOINT!r})",
+                    )
                 )
         self.vqc_module = vqc_module
         comm = joined_if_many()

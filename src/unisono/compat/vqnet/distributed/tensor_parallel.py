@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from unisono.comm.communicator import Communicator
+from unisono.compat.language import say
 from unisono.compat.vqnet.distributed.joining import communicator_of
 from unisono.compat.vqnet.dtype import Dtype, dtype_of
 from unisono.compat.vqnet.nn.initial import Initializer, fill
@@ -74,18 +75,38 @@ class RowParallelLinear(Module, linear.RowParallelLinear):
 def _require_matrix(layer: torch.nn.Module, x: Any) -> torch.Tensor:
     name = type(layer).__name__
     if not isinstance(x, torch.Tensor):
-        raise UsageError(f"{name} takes a tensor, not a {type(x).__name__}; make one with tensor.to_tensor")
+        raise UsageError(
+            say(
+                f"{name} takes a tensor, not a {type(x).__name__}; make one with tensor.to_tensor",
+                f"{name} 接受张量，而不是 {type(x).__name__}；请用 tensor.to_tensor 建立",
+            )
+        )
     if not x.dim():
-        raise UsageError(f"{name} takes a tensor (samples, features), not a single number")
+        raise UsageError(
+            say(
+                f"{name} takes a tensor (samples, features), not a single number",
+                f"{name} 接受张量（样本、特征），而不是单个数",
+            )
+        )
     if not (x.is_floating_point() or x.is_complex()):
-        raise UsageError(f"{name} takes real or complex numbers, not {x.dtype}; convert it with astype(kfloat32)")
+        raise UsageError(
+            say(
+                f"{name} takes real or complex numbers, not {x.dtype}; convert it with astype(kfloat32)",
+                f"{name} 接受实数或复数，而不是 {x.dtype}；请用 astype(kfloat32) 转换",
+            )
+        )
     return x
 
 
 def _require_sizes(name: str, *sizes: Any) -> None:
     for size in sizes:
         if (whole_number(size) or 0) < 1:
-            raise UsageError(f"{name}: size {size!r}; expected input_size and output_size, whole numbers of at least 1")
+            raise UsageError(
+                say(
+                    f"{name}: size {size!r}; expected input_size and output_size, whole numbers of at least 1",
+                    f"{name}：大小 {size!r}；input_size 和 output_size 应为不小于 1 的整数",
+                )
+            )
 
 
 def _options(
@@ -98,9 +119,19 @@ def _options(
     """VQNet's words in unisono's."""
     for name, given in (("weight_initializer", weight_initializer), ("bias_initializer", bias_initializer)):
         if given is not None and not callable(given):
-            raise UsageError(f"{name}={given!r}; expected a function that makes a tensor of a shape, or None")
+            raise UsageError(
+                say(
+                    f"{name}={given!r}; expected a function that makes a tensor of a shape, or None",
+                    f"{name}={given!r}；应为按形状建立张量的函数，或 None",
+                )
+            )
     if dtype is not None and not (dtype_of(dtype).is_floating_point or dtype_of(dtype).is_complex):
-        raise UsageError(f"dtype={dtype!r} is {dtype_of(dtype)}; weights are trained, so expected floats or complex")
+        raise UsageError(
+            say(
+                f"dtype={dtype!r} is {dtype_of(dtype)}; weights are trained, so expected floats or complex",
+                f"dtype={dtype!r} 是 {dtype_of(dtype)}；权重要训练，应为浮点数或复数",
+            )
+        )
     comm = communicator_of(tp_comm)
     return {
         "bias": use_bias,

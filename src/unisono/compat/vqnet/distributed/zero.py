@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from unisono.compat.language import say
 from unisono.compat.vqnet.distributed.joining import joined
 from unisono.compat.vqnet.distributed.settings import Settings, optimizer_of
 from unisono.compat.vqnet.nn.module import Module
@@ -45,13 +46,26 @@ class ZeroModelInitial(Module):
     def __init__(self, args: Mapping[str, Any], model: nn.Module, optimizer: Optimizer | None = None) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
-            raise UsageError(f"{_NAME}: the model is a {type(model).__name__}; expected a Module")
+            raise UsageError(
+                say(
+                    f"{_NAME}: the model is a {type(model).__name__}; expected a Module",
+                    f"{_NAME}：模型是 {type(model).__name__}；应为 Module",
+                )
+            )
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise UsageError(f"{_NAME}: {type(model).__name__} has no parameters to train")
+            raise UsageError(
+                say(
+                    f"{_NAME}: {type(model).__name__} has no parameters to train",
+                    f"{_NAME}：{type(model).__name__} 没有可训练的参数",
+                )
+            )
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise UsageError(
-                f"{_NAME}: the optimizer is a {_kind(optimizer)}; expected one that was made for the model's "
-                "parameters, or None for that of args"
+                say(
+                    f"{_NAME}: the optimizer is a {_kind(optimizer)}; expected one that was made for the "
+                    "model's parameters, or None for that of args",
+                    f"{_NAME}：优化器是 {_kind(optimizer)}；应为针对模型参数建立的优化器，或 None（用 args 中的）",
+                )
             )
         settings = Settings(f"{_NAME}, args", args, _KEYS)
         settings.count("train_batch_size")
@@ -59,7 +73,12 @@ class ZeroModelInitial(Module):
             f"{_NAME}, args, zero_optimization", settings.need("zero_optimization"), {"stage": "1, 2 or 3"}
         ).count("stage")
         if stage > 3:
-            raise UsageError(f"{_NAME}, args, zero_optimization: stage={stage}; expected 1, 2 or 3")
+            raise UsageError(
+                say(
+                    f"{_NAME}, args, zero_optimization: stage={stage}; expected 1, 2 or 3",
+                    f"{_NAME}，args，zero_optimization：stage={stage}；应为 1、2 或 3",
+                )
+            )
         if optimizer is None:
             make = optimizer_of(f"{_NAME}, args", settings.need("optimizer"))
         else:
@@ -91,11 +110,26 @@ class ZeroModelInitial(Module):
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of the mean over all ranks' samples."""
         if not any(self._batch_sizes.values()) or self._has_gradients:
-            raise UsageError(f"{_NAME}: call the model, backward(loss) and step() in this order, each once")
+            raise UsageError(
+                say(
+                    f"{_NAME}: call the model, backward(loss) and step() in this order, each once",
+                    f"{_NAME}：请依次调用模型、backward(loss) 和 step()，各一次",
+                )
+            )
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
-            raise UsageError(f"{_NAME}: backward of {loss!r}; expected a loss that was computed from the outputs")
+            raise UsageError(
+                say(
+                    f"{_NAME}: backward of {loss!r}; expected a loss that was computed from the outputs",
+                    f"{_NAME}：backward 的参数为 {loss!r}；应为由输出算出的 loss",
+                )
+            )
         if loss.numel() != 1:
-            raise UsageError(f"{_NAME}: backward of a loss of shape {tuple(loss.shape)}; expected one number")
+            raise UsageError(
+                say(
+                    f"{_NAME}: backward of a loss of shape {tuple(loss.shape)}; expected one number",
+                    f"{_NAME}：backward 的 loss 形状为 {tuple(loss.shape)}；应为一个数",
+                )
+            )
         plain(loss * self._share()).backward()
         self._zero.finish()
         self._batch_sizes, self._has_gradients = {True: set(), False: set()}, True
@@ -107,17 +141,25 @@ class ZeroModelInitial(Module):
         counts = torch.stack(seen).cpu().double()
         shares = counts / counts.sum(0)
         if not torch.allclose(shares[:, 0], shares[:, 1]):
-            listed = "; ".join(f"rank {rank} on {int(a)} to {int(b)}" for rank, (a, b) in enumerate(counts.tolist()))
+            listed = "; ".join(
+                say(f"rank {rank} on {int(a)} to {int(b)}", f"{rank} 号进程 {int(a)} 到 {int(b)}")
+                for rank, (a, b) in enumerate(counts.tolist())
+            )
             raise UsageError(
-                f"{_NAME}: backward after forwards of different numbers of samples ({listed}); call the model under "
-                "no_grad() where its output is not trained on"
+                say(
+                    f"{_NAME}: backward after forwards of different numbers of samples ({listed}); call the "
+                    "model under no_grad() where its output is not trained on",
+                    f"{_NAME}：backward 之前各次前向的样本数不同（{listed}）；不用于训练的输出请在 no_grad() 下计算",
+                )
             )
         return float(shares[self._comm.rank, 0])
 
     def step(self) -> None:
         """Let the optimizer step, and forget the gradients."""
         if not self._has_gradients:
-            raise UsageError(f"{_NAME}: step() without backward(loss) before it")
+            raise UsageError(
+                say(f"{_NAME}: step() without backward(loss) before it", f"{_NAME}：step() 之前没有 backward(loss)")
+            )
         if self._clip is not None:
             clip_by_norm([each for _, each in self._zero.optimized()], self._clip, self._mesh)
         self.optimizer.step()
@@ -128,7 +170,8 @@ class ZeroModelInitial(Module):
 
 
 def _kind(given: Any) -> str:
-    return f"class, {given.__name__}" if isinstance(given, type) else type(given).__name__
+    name = given.__name__ if isinstance(given, type) else type(given).__name__
+    return say(f"class, {name}", f"类 {name}") if isinstance(given, type) else name
 
 
 def _same(optimizer: Optimizer, model: nn.Module) -> Callable[[Any], Optimizer]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from unisono.compat.language import say
 from unisono.compat.vqnet.dtype import Dtype, dtype_of
 from unisono.compat.vqnet.nn.initial import Initializer, fill
 from unisono.compat.vqnet.nn.module import Module
@@ -18,7 +19,12 @@ def _pair(extent: Extent) -> tuple[int, int]:
     if isinstance(extent, int):
         return extent, extent
     if len(extent) != 2:
-        raise UsageError(f"{list(extent)}: expected one number, or two for height and width")
+        raise UsageError(
+            say(
+                f"{list(extent)}: expected one number, or two for height and width",
+                f"{list(extent)}：应为一个数，或高和宽两个",
+            )
+        )
     return extent[0], extent[1]
 
 
@@ -58,7 +64,12 @@ class Conv2D(Module, nn.Conv2d):
 
 def _pooling_padding(padding: str | Extent) -> tuple[int, int]:
     if isinstance(padding, str) and padding != "valid":
-        raise UsageError(f"padding={padding!r}: expected 'valid', or how many rows and columns to add at each side")
+        raise UsageError(
+            say(
+                f"padding={padding!r}: expected 'valid', or how many rows and columns to add at each side",
+                f"padding={padding!r}：应为 'valid'，或每边补的行数和列数",
+            )
+        )
     return (0, 0) if isinstance(padding, str) else _pair(padding)
 
 

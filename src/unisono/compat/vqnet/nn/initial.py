@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from unisono.compat.language import say
 from unisono.errors import UsageError
 
 Initializer = Callable[..., Any]
@@ -29,7 +30,17 @@ def fill(tensor: torch.Tensor, initializer: Initializer | None, transposed: bool
     try:
         values = torch.as_tensor(made)
     except (TypeError, ValueError, RuntimeError):
-        raise UsageError(f"initializer {name} gave {made!r}; expected a tensor of shape {shape}") from None
+        raise UsageError(
+            say(
+                f"initializer {name} gave {made!r}; expected a tensor of shape {shape}",
+                f"初始化函数 {name} 给出 {made!r}；应为形状为 {shape} 的张量",
+            )
+        ) from None
     if tuple(values.shape) != shape:
-        raise UsageError(f"initializer {name} gave a tensor of shape {tuple(values.shape)}; expected {shape}")
+        raise UsageError(
+            say(
+                f"initializer {name} gave a tensor of shape {tuple(values.shape)}; expected {shape}",
+                f"初始化函数 {name} 给出形状为 {tuple(values.shape)} 的张量；应为 {shape}",
+            )
+        )
     target.copy_(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from unisono.compat.vqnet.missing import missing_names
 from unisono.compat.vqnet.qnn.vqc.gate import ccz as ccz
 from unisono.compat.vqnet.qnn.vqc.gate import ch as ch
 from unisono.compat.vqnet.qnn.vqc.gate import cnot as cnot
@@ -51,3 +52,5 @@ from unisono.compat.vqnet.qnn.vqc.gate import y1 as y1
 from unisono.compat.vqnet.qnn.vqc.gate import z as z
 from unisono.compat.vqnet.qnn.vqc.gate import z1 as z1
 from unisono.compat.vqnet.qnn.vqc.measure import MeasureAll as MeasureAll
+
+__getattr__ = missing_names(__name__, globals())

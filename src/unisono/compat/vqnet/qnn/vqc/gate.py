@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from unisono.compat.language import say
 from unisono.errors import UsageError
 
 Wires = int | Sequence[int]
@@ -31,9 +32,19 @@ class FunctionalGate:
 
     def __call__(self, q_machine: GateTarget, wires: Wires, params: Any = None, use_dagger: bool = False) -> None:
         if not hasattr(q_machine, "record"):
-            raise UsageError(f"{self.kind}: q_machine is a {type(q_machine).__name__}; expected a DistributeQMachine")
+            raise UsageError(
+                say(
+                    f"{self.kind}: q_machine is a {type(q_machine).__name__}; expected a DistributeQMachine",
+                    f"{self.kind}：q_machine 是 {type(q_machine).__name__}；应为 DistributeQMachine",
+                )
+            )
         if self.angle is not None and params is not None:
-            raise UsageError(f"{self.kind} by {self.angle:g} is fixed: it takes no params")
+            raise UsageError(
+                say(
+                    f"{self.kind} by {self.angle:g} is fixed: it takes no params",
+                    f"{self.kind} 的角度固定为 {self.angle:g}：它不接受 params",
+                )
+            )
         q_machine.record(self.kind, wires, params if self.angle is None else self.angle, use_dagger)
 
     def __repr__(self) -> str:

@@ -1,0 +1,10 @@
+"""MindSpore's datasets, as far as Model reads them (datasets.py)."""
+
+from __future__ import annotations
+
+from unisono.compat.mindspore.dataset.datasets import Dataset as Dataset
+from unisono.compat.mindspore.dataset.datasets import GeneratorDataset as GeneratorDataset
+from unisono.compat.mindspore.dataset.datasets import NumpySlicesDataset as NumpySlicesDataset
+from unisono.compat.mindspore.missing import missing_in
+
+__getattr__ = missing_in(__name__)
