@@ -216,6 +216,7 @@ def test_integers_of_other_libraries_are_wires_and_values() -> None:
     assert mixed.to_qasm() == plain.to_qasm()
 
 
+@pytest.mark.thorough
 def test_matrices_typed_with_seven_digits_keep_the_norm() -> None:
     """They pass as unitary, and must stay so to the precision to which norms are checked."""
     rounded = np.round(np.kron([[1, 1], [1, -1]], [[1, 1], [1, -1]]) / 2 + 2e-7, 7)

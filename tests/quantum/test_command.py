@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,8 @@ def test_shown_to_people(capsys: pytest.CaptureFixture[str], file: Path) -> None
     assert "<Z0> = " in shown
     assert "5 wires, 9 operations" in shown
     assert "and 12 more" in shown
+    assert main(["qsim", str(file), "--weights", "0.3", "--observable", "Z0", "--quiet"]) == 0
+    assert re.fullmatch(r"<Z0> = \S+\n", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

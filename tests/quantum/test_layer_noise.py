@@ -128,3 +128,96 @@ def test_what_is_refused() -> None:
         uq.Layer(dependent, "Z0")
     with pytest.raises(UsageError, match="initial amplitudes that need a gradient, and channels"):
         uq.Layer(Circuit(1).bit_flip(0, 0.1), "Z0")(initial=torch.tensor([1.0, 0.0], requires_grad=True))
+
+
+# ---- strengths of channels as parameters ---------------------------------------------------------------------------
+
+STRENGTHS = torch.tensor([0.4, 0.12, 0.3, 0.25, 0.07], dtype=torch.float64)
+FEATURES = torch.tensor([[0.2], [0.35]], dtype=torch.float64)
+
+
+def with_strengths() -> Circuit:
+    """Every channel that has a strength, as an expression; a weight in a gate and in channels; two in a row."""
+    made = Circuit(3).ry(0, uq.weight(0)).depolarizing(0, uq.weight(1)).cnot(0, 1)
+    made.amplitude_damping(1, uq.weight(2), 0.2).phase_damping(1, 0.5 * uq.weight(2) + uq.feature(0)).bit_flip(1, 0.1)
+    made.rx(1, uq.weight(3)).cnot(1, 2).depolarizing((0, 2), 2 * uq.weight(4)).bit_flip(2, uq.weight(3))
+    return made.ry(2, 0.7).phase_flip(0, 1 - 2 * uq.feature(0)).h(0)
+
+
+@pytest.mark.parametrize("output", ["expectations", "probabilities"])
+def test_gradients_of_strengths_are_finite_differences(output: str) -> None:
+    found, read = [], READ if output == "expectations" else ()
+    for diff in ("adjoint", "finite-diff"):
+        x = FEATURES.clone().requires_grad_()
+        layer = uq.Layer(with_strengths(), read, output=output, weights=STRENGTHS, dtype=torch.complex128, diff=diff)
+        found.append(values(layer(x), [layer.weights, x]))
+    torch.testing.assert_close(found[0], found[1], atol=1e-7, rtol=0)
+    assert (found[0][1].abs() > 1e-3).all()
+    for sample, out in zip(FEATURES, found[0][0], strict=True):
+        rho = uq.DensityState(3).run(with_strengths(), STRENGTHS, sample)
+        torch.testing.assert_close(out, rho.expectations(read) if read else rho.probabilities(), atol=1e-12, rtol=0)
+
+
+def test_gradients_of_strengths_equal_default_mixed() -> None:
+    qml = pytest.importorskip("pennylane")
+
+    @qml.qnode(qml.device("default.mixed", wires=2), interface="autograd", diff_method="backprop")
+    def node(p: Any) -> Any:
+        qml.RY(0.8, wires=0)
+        qml.DepolarizingChannel(p[0], wires=0)
+        qml.CNOT(wires=[0, 1])
+        qml.AmplitudeDamping(p[1], wires=1)
+        qml.RX(0.4, wires=0)
+        qml.PhaseDamping(p[2], wires=0)
+        qml.BitFlip(p[3], wires=1)
+        qml.RX(0.9, wires=0)
+        return qml.expval(qml.Z(0) @ qml.Z(1) + 0.3 * qml.Z(1))
+
+    p = [0.2, 0.3, 0.15, 0.05]
+    made = Circuit(2).ry(0, 0.8).depolarizing(0, uq.weight(0)).cnot(0, 1).amplitude_damping(1, uq.weight(1))
+    made.rx(0, 0.4).phase_damping(0, uq.weight(2)).bit_flip(1, uq.weight(3)).rx(0, 0.9)
+    layer = uq.Layer(made, uq.Z(0) @ uq.Z(1) + 0.3 * uq.Z(1), weights=p, dtype=torch.complex128)
+    out = layer().sum()
+    (slopes,) = torch.autograd.grad(out, layer.weights)
+    given = qml.numpy.array(p, requires_grad=True)
+    assert out.item() == pytest.approx(float(node(given)), abs=1e-10)
+    np.testing.assert_allclose(slopes.numpy(), np.array(qml.grad(node)(given)), atol=1e-10)
+
+
+def strengths_on_ranks(comm: Any) -> list[np.ndarray]:
+    x = FEATURES.clone().requires_grad_()
+    layer = uq.Layer(with_strengths(), READ, comm, weights=STRENGTHS, dtype=torch.complex128, kernel="reference")
+    return [each.numpy() for each in values(layer(x), [layer.weights, x])]
+
+
+@pytest.mark.filterwarnings("ignore:.*ranks")
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.thorough)])
+def test_many_ranks_one_gradient_of_strengths(pools: Pools, size: int) -> None:
+    alone = strengths_on_ranks(None)
+    for answer in pools("gloo", size).run(strengths_on_ranks):
+        for mine, theirs in zip(answer, alone, strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=1e-12, rtol=0)
+
+
+def test_strengths_are_numbers_where_circuits_are_run() -> None:
+    made, values_ = Circuit(1).ry(0, uq.weight(0)).bit_flip(0, uq.weight(1)), [0.6, 0.2]
+    plain = Circuit(1).ry(0, 0.6).bit_flip(0, 0.2)
+    mine, theirs = (uq.trajectories(each, 50, "Z0", weights=w, seed=2) for each, w in ((made, values_), (plain, [])))
+    assert torch.equal(mine.values, theirs.values)
+    bits = [uq.measured(each.copy().measure_all(), 50, weights=w, seed=2) for each, w in ((made, values_), (plain, []))]
+    assert torch.equal(*bits)
+    assert made.draw().strip() == "0: ─RY(w0)──BF(w1)──"
+    assert made == made.copy() != Circuit(1).ry(0, uq.weight(0)).phase_flip(0, uq.weight(1))
+
+
+def test_strengths_that_are_refused() -> None:
+    made = Circuit(1).h(0).phase_damping(0, uq.weight(0))
+    with pytest.raises(UsageError, match=r"phase_damping: probability .*, expected a number of 0 to 1"):
+        uq.Layer(made, "X0", weights=[1.5])()
+    with pytest.raises(UsageError, match="phase_damping of strength 1 has no derivative there"):
+        uq.Layer(made, "X0", weights=[1.0], dtype=torch.complex128)().sum().backward()
+    for options in ({"shots": 10}, {"diff": "parameter-shift"}):
+        with pytest.raises(UsageError, match="has no parameter-shift rule"):
+            uq.Layer(made, "X0", weights=[0.5], **options)
+    with pytest.raises(UsageError, match="expected a number of 0 to 1"):
+        uq.phase_damping(uq.weight(0))  # type: ignore[arg-type]

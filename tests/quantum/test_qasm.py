@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +17,15 @@ from hypothesis import strategies as st
 
 from tests.quantum import dense
 from tests.quantum.circuits import random_circuit
+from tests.ranks import RankPool
 from unisono.errors import UsageError
 from unisono.quantum.circuit.circuit import Circuit
+from unisono.quantum.circuit.deferred import deferred
 from unisono.quantum.circuit.parameter import feature, weight
-from unisono.quantum.qasm import QasmError, flow, from_qasm, load_qasm, reader
+from unisono.quantum.qasm import QasmError, flow, from_qasm, load_qasm
 from unisono.quantum.qasm.catalogue import FILES
 from unisono.quantum.shots import measured
+from unisono.quantum.state import State
 
 TWO = 'OPENQASM 2.0;\ninclude "qelib1.inc";\n'
 THREE = 'OPENQASM 3.0;\ninclude "stdgates.inc";\n'
@@ -386,7 +392,16 @@ def test_loops_arrays_and_variables() -> None:
         ("def f(qubit a) -> bit { h a; }\nqubit q; bit c;\nc = f(q);", "qasm:3:30: 'f' ends without a 'return'"),
         ("def f(qubit a) { h a; }\nqubit q; bit c;\nc = f(q);", "qasm:5:5: 'f' returns no bits"),
         ("def f(array[int, 2] a) { }\nqubit q;", "qasm:3:7: 'array' as a type in a subroutine is not read"),
-        ("qubit q; bit c;\nwhile (c) { c = measure q; }", "qasm:4:1: a 'while' on measured bits is not read"),
+        ("qubit q; bit c;\nwhile (c) { x q; }", "qasm:4:1: a 'while' on measured bits ends with their measurement"),
+        ("qubit q; bit c;\nwhile (!c) { c = measure q; h q; }", "qasm:4:1: a bit that is asked for is written"),
+        (
+            "qubit q; bit c;\nwhile (!c) { h q; c = measure q;\nif (c) x q; }",
+            "qasm:5:4: a bit that is asked for is written",
+        ),
+        (
+            "qubit q; bit c;\nif (!c) { h q; c = measure q;\nif (c) x q; }",
+            "qasm:5:4: a bit that is asked for is written",
+        ),
         ("qubit q;\nwhile (true) { }", "qasm:4:1: a loop of more than 65536 iterations"),
         ("qubit q; bit c; int i = 0; c = measure q;\nif (c) { i = 1; }", "qasm:4:10: 'i' is declared outside"),
         ("qubit q; array[int, 2] a = {1, 2, 3};", "qasm:3:28: 3 elements for an array of 2"),
@@ -403,13 +418,144 @@ def test_subroutines_and_loops_that_cannot_be_read(text: str, message: str, monk
         from_qasm(THREE + text)
 
 
-def test_texts_that_never_end_are_refused_at_their_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "MOST_OPERATIONS", 1000)
-    with pytest.raises(QasmError, match=r"qasm:5:.*more than 1000 operations"):
-        from_qasm(THREE + "qubit q;\nfor int i in [1:100] { for int j in [1:100] {\nx q; } }")
-    monkeypatch.setattr(reader, "MOST_STATEMENTS", 500)
-    text = (
-        "def fib(int n) -> int { if (n < 2) { return n; } return fib(n - 1) + fib(n - 2); }\nqubit q;\nrx(fib(40)) q;"
-    )
-    with pytest.raises(QasmError, match=r"qasm:3:.*more than 500 statements"):
-        from_qasm(THREE + text)
+DOUBLING = "".join(f"gate g{n} a {{ g{n - 1} a; g{n - 1} a; }}\n" for n in range(1, 40))
+EXPANDING = {
+    "nested loops": "qubit q;\nfor int i in [1:9999] { for int j in [1:9999] {\nx q; } }",
+    "loops without operations": "qubit q;\nfor int i in [1:9999] { for int j in [1:9999] { } }",
+    "doubling gates": f"gate g0 a {{ x a; }}\n{DOUBLING}qubit q; g39 q;",
+    "doubling subroutines": "def fib(int n) -> int { if (n < 2) { return n; } return fib(n - 1) + fib(n - 2); }\n"
+    "qubit q;\nrx(fib(40)) q;",
+    "powers of registers": "qubit[4096] q;\npow(100000) @ x q;",
+    "doubling aliases": "qubit[64] q0;\n" + "".join(f"let q{n} = q{n - 1} ++ q{n - 1};\n" for n in range(1, 40)),
+    "barriers of many qubits": "qubit[4096] q;\nfor int i in [1:9999] barrier q;",
+    "arrays of many dimensions": "qubit q;\narray[int, 4096, 4096, 4096] a;",
+    "registers": "qubit q;\nfor int i in [1:9999] { for int j in [1:9999] { bit[4096] b; } }",
+    "many controls": "qubit[2000] q; qubit[2000] p; qubit t;\nfor int i in [1:9999] "
+    "ctrl(2000) @ x " + ", ".join(f"q[{n}]" for n in range(2000)) + ", t;",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", EXPANDING.values(), ids=EXPANDING.keys())
+def test_short_texts_that_stand_for_too_much_are_refused_at_their_line(text: str) -> None:
+    with pytest.raises(QasmError, match=r"^qasm:\d+:\d+: what the text asks .* more than 20000 steps .*higher limit="):
+        from_qasm(THREE + text, limit=20_000)
+
+
+def test_a_text_may_be_as_long_as_it_likes() -> None:
+    assert len(from_qasm(THREE + "qubit q;" + "x q;" * 5000, limit=1).operations) == 5000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("OPENQASM 0x10;", "qasm:1:10: version 0x10 is not read"),
+        ("OPENQASM 1e999;", "version 1e999 is not read"),
+        (THREE + "qubit q;\nrx(" + "9" * 5000 + ") q;", "qasm:4:4: a number of 5000 digits"),
+        (THREE + "qubit q;\nrx(0x) q;", "qasm:4:5: expected"),
+        (THREE + "qubit q;\nrx(0x_) q;", "qasm:4:4: cannot compute"),
+        (THREE + "qubit q;\nrx(1e999) q;", "gives inf"),
+        (THREE + "gate g a { }\nqubit q;\npow(1e300) @ g q;", "qasm:5:14: pow"),
+        (THREE + "input float weight_" + "9" * 5000 + ";\nqubit q;", "qasm:3:13: input"),
+        (THREE + "qubit q;\nfor int i in [0:1" + "0" * 300 + "] x q;", "a loop of 1"),
+        (THREE + "qubit q;\n" + "n" * 100_000 + " q;", "is not defined, and stdgates.inc"),
+        (THREE + 'for int i in [0:1] { include "qelib1.inc"; include "a"; }', "outside of loops"),
+        (THREE + "for int i in [0:1] { input float a; }", "'input' stands outside of loops"),
+    ],
+)
+def test_odd_numbers_versions_and_names(text: str, message: str) -> None:
+    with pytest.raises(QasmError, match=re.escape(message)) as caught:
+        from_qasm(text)
+    assert len(str(caught.value)) < 700
+
+
+def test_files_outside_of_the_folder_are_not_included(tmp_path: Path) -> None:
+    (tmp_path / "secret.inc").write_text("token of somebody")
+    folder = tmp_path / "circuits"
+    (folder / "gates").mkdir(parents=True)
+    (folder / "link.inc").symlink_to(tmp_path / "secret.inc")
+    (folder / "gates" / "own.inc").write_text("gate own a { h a; }")
+    os.mkfifo(folder / "pipe.inc")
+    circuit = folder / "circuit.qasm"
+    for name, message in (
+        ("../secret.inc", "is outside of"),
+        (str(tmp_path / "secret.inc"), "is outside of"),
+        ("link.inc", "is outside of"),
+        ("pipe.inc", "it is not a regular file"),
+        ("gates", "Is a directory"),
+        ("./circuit.qasm", "includes itself"),
+        ("n" * 5000, "no such file"),
+        ("a\0b", "no such file"),
+    ):
+        circuit.write_text(f'{THREE}include "{name}";\nqubit q; own q;')
+        with pytest.raises(QasmError, match=message) as caught:
+            load_qasm(circuit)
+        assert "token of somebody" not in str(caught.value)
+    circuit.write_text(f'{THREE}include "gates/own.inc";\nqubit q; own q;')
+    assert len(load_qasm(circuit).operations) == 1
+
+
+def test_a_pipe_or_a_device_is_no_circuit(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.qasm")
+    for path in (tmp_path / "pipe.qasm", "/dev/zero", tmp_path, "a\0b", "n" * 5000):
+        with pytest.raises(UsageError, match="cannot read"):
+            load_qasm(path)
+
+
+REPEAT = """
+qubit[2] q; bit[2] c;
+h q[0]; c[0] = measure q[0];
+while (c[0]) { reset q[0]; h q[0]; x q[1]; c[0] = measure q[0]; }
+c[1] = measure q[1];
+"""
+
+
+def test_while_on_measured_bits() -> None:
+    """Repeat until 0: the number of repetitions is odd in a third of the shots, and no shot ends with a 1."""
+    circuit = from_qasm(THREE + REPEAT)
+    bits = measured(circuit, 3000, seed=3)
+    assert not bits[:, 0].any()
+    assert abs(float(bits[:, 1].double().mean()) - 1 / 3) < 5 * (2 / 9 / 3000) ** 0.5
+    with pytest.raises(UsageError, match="a 'while' on measured bits has no unitary form"):
+        deferred(circuit)
+    with pytest.raises(UsageError, match="a 'while' on measured bits is unrolled when it is read"):
+        circuit.to_qasm(3)
+
+
+def repeated(comm: Any) -> np.ndarray:
+    return measured(from_qasm(THREE + REPEAT), 300, comm=comm, seed=3).numpy()
+
+
+def test_two_ranks_repeat_as_one(pools: Callable[[str, int], RankPool]) -> None:
+    for found in pools("gloo", 2).run(repeated):
+        np.testing.assert_array_equal(found, repeated(None))
+
+
+def test_a_while_that_goes_on_is_an_error() -> None:
+    circuit = from_qasm(THREE + "qubit q; bit c; x q; c = measure q; while (c) { c = measure q; }")
+    with pytest.raises(UsageError, match="has not ended after 128 repetitions"):
+        measured(circuit, 10)
+    with pytest.raises(UsageError, match="has not ended after 128 repetitions"):
+        State(1).run(circuit)
+
+
+PEERS = [
+    """qubit[3] q; h q; ctrl @ ctrl @ x q[0], q[1], q[2]; negctrl @ ry(0.3) q[2], q[0]; inv @ s q[1];
+    pow(2) @ t q[0]; ctrl(2) @ rz(pi / 3) q[2], q[1], q[0]; ctrl @ gphase(0.4) q[1];
+    cu(0.1, 0.2, 0.3, 0.4) q[0], q[2];""",
+    """gate turn(a, b) p, r { rx(a / 2) p; cx p, r; u2(b, -a) r; } qubit[2] left; qubit[2] right;
+    turn(0.5, pi) left[0], right[1]; turn(0.1, 0.2) left, right;
+    let half = right[0:1]; ry(0.7) half[1]; cphase(0.6) left[0], right[1]; swap left[1], right[0];""",
+    """qubit[2] q; U(0.1, 0.2, 0.3) q[0]; u3(0.4, 0.5, 0.6) q[1]; crz(0.2) q[0], q[1]; p(-0.3) q;
+    sx q[0]; inv @ sx q[1]; cy q[1], q[0]; ch q[0], q[1]; swap q[0], q[1];""",
+]
+
+
+@pytest.mark.parametrize("program", PEERS, ids=["modifiers", "definitions", "gates"])
+def test_programs_mean_what_qiskit_reads(program: str) -> None:
+    """Qiskit's own importer is another implementation of the language; it drops phases of the full state."""
+    pytest.importorskip("qiskit_qasm3_import", reason="qiskit-qasm3-import is not installed")
+    from qiskit import qasm3
+    from qiskit.quantum_info import Operator
+
+    theirs = Operator(qasm3.loads(THREE + program).reverse_bits()).data
+    assert same(dense.unitary(from_qasm(THREE + program)), theirs, phase=False)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ import torch
 from tests.quantum import dense
 from tests.quantum.circuits import random_circuit
 from tests.ranks import RankPool
-from unisono.errors import UsageError
+from unisono.errors import CheckpointError, UsageError
 from unisono.quantum.circuit.circuit import Circuit
 from unisono.quantum.state import State
 from unisono.quantum.storage import DamagedStateError, load, save
@@ -62,7 +65,10 @@ def test_damage_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(DamagedStateError, match="damaged: the amplitudes from 0 on"):
         load(path)
     np.save(path / "000000.npy", array[:4])
-    with pytest.raises(DamagedStateError, match=r"shape \(4,\), but the manifest has complex128 \(32,\)"):
+    with pytest.raises(DamagedStateError, match=r"has 192 bytes and not 512 or more"):
+        load(path)
+    np.save(path / "000000.npy", array.reshape(2, 16))
+    with pytest.raises(DamagedStateError, match=r"shape \(2, 16\), but the manifest has complex128 \(32,\)"):
         load(path)
     (path / "000000.npy").write_bytes(b"nothing")
     with pytest.raises(DamagedStateError, match=r"000000\.npy"):
@@ -96,4 +102,84 @@ def test_overwriting_leaves_the_new_state(tmp_path: Path) -> None:
     save(State(4), path)
     save(State(4).run(Circuit(4).x(1)), path, overwrite=True)
     assert load(path).amplitudes().abs().argmax() == 4
-    assert not (tmp_path / "state.partial").exists()
+    assert [each.name for each in tmp_path.iterdir()] == ["state"]
+
+
+def test_one_of_two_states_is_there_whenever_a_job_is_killed(tmp_path: Path) -> None:
+    """A process is killed at each rename and removal of a save that replaces another."""
+    program = """
+import os, shutil, sys
+from pathlib import Path
+from unisono.quantum.circuit.circuit import Circuit
+from unisono.quantum.state import State
+from unisono.quantum.storage import save
+path = Path(sys.argv[1])
+for last in range(20):
+    folder = path / str(last) / "state"
+    save(State(3, kernel="reference"), folder)
+    child = os.fork()
+    if not child:
+        left = [last]
+        def end(event, _):
+            if event in ("os.rename", "os.rmdir", "shutil.rmtree", "os.remove"):
+                left[0] -= 1
+                if left[0] < 0:
+                    os._exit(9)
+        sys.addaudithook(end)
+        save(State(3, kernel="reference").run(Circuit(3).x(1)), folder, overwrite=True)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    print(os.waitstatus_to_exitcode(status))
+"""
+    run = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
+    codes = [int(line) for line in run.stdout.split()]
+    assert codes.count(9) >= 4
+    assert codes[-1] == 0
+    found = [int(load(tmp_path / str(last) / "state").amplitudes().abs().argmax()) for last in range(20)]
+    assert set(found) == {0, 2}
+    save(State(3), tmp_path / "0" / "state", overwrite=True)  # what is left is no obstacle
+
+
+def test_a_full_disk_leaves_the_old_state(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        save(State(5), disk / "state")
+        with pytest.raises(CheckpointError, match=r"was not saved in .*No space left on device.*is not changed"):
+            save(State(13), disk / "state", overwrite=True)
+        assert load(disk / "state").wires == 5
+        assert [each.name for each in disk.iterdir()] == ["state"]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_pipes_and_sizes_that_are_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    save(State(3), path)
+    good = json.loads((path / "manifest.json").read_text())
+    more = {"wires": 40, "layout": [*range(40)], "block": 1 << 20, "digests": [""] * (1 << 20)}
+    for change, words in (
+        (more, "000000.npy has 256 bytes and not 17592186044416 or more"),
+        ({"wires": 10**9}, "contradicts itself"),
+        ({"block": 0}, "contradicts itself"),
+        ({"held": -1}, "contradicts itself"),
+        ({"dtype": []}, "cannot be read"),
+        ({"norm": float("inf")}, "cannot be read"),
+    ):
+        (path / "manifest.json").write_text(json.dumps(good | change))
+        with pytest.raises(DamagedStateError, match=words):
+            load(path)
+    (path / "manifest.json").write_text("[" * 100_000)
+    with pytest.raises(DamagedStateError, match="cannot be read"):
+        load(path)
+    (path / "manifest.json").write_text(json.dumps(good))
+    (path / "000000.npy").unlink()
+    os.mkfifo(path / "000000.npy")
+    with pytest.raises(DamagedStateError, match=r"000000\.npy has 0 bytes"):
+        load(path)
+    (path / "manifest.json").unlink()
+    os.mkfifo(path / "manifest.json")
+    with pytest.raises(DamagedStateError, match="it is not a regular file"):
+        load(path)

@@ -8,7 +8,7 @@ The names below load what they need on first use. In this folder is what users c
     layer        a circuit as a torch module              shots       measured classical bits
     functional   circuits as differentiable functions     command     `unisono qsim`, which runs a job
     storage      states on disk
-    arguments    checks of what callers pass              qiskit_circuits   circuits of Qiskit
+    arguments    checks of what callers pass              qiskit_circuits, cirq_circuits   of other libraries
 
 and below it, from the ground up: circuit/ (gates, channels and circuits), observables/, schedule/ (when ranks exchange
 qubits), compile/ and kernels/ (operations on one rank's amplitudes), distributed/ (what each rank runs), gradients/,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from unisono.quantum.circuit.templates import qaoa as qaoa
     from unisono.quantum.circuit.templates import strongly_entangling as strongly_entangling
     from unisono.quantum.circuit.templates import uccsd as uccsd
+    from unisono.quantum.cirq_circuits import from_cirq as from_cirq
     from unisono.quantum.distributed.rank_groups import share as share
     from unisono.quantum.functional import amplitude_embedding as amplitude_embedding
     from unisono.quantum.functional import evaluate as evaluate
@@ -104,6 +105,7 @@ _HOME = {
     "expectations": "observables.expectation",
     "feature": "circuit.parameter",
     "fidelity": "outputs",
+    "from_cirq": "cirq_circuits",
     "from_qasm": "qasm",
     "from_qiskit": "qiskit_circuits",
     "hardware_efficient": "circuit.templates",

@@ -40,6 +40,7 @@ def add_parser(subparsers: Any) -> None:
     add("--plan", action="store_true", help="print what it would take on N ranks, and run nothing")
     add("--draw", action="store_true", help="draw the circuit")
     add("--json", action="store_true", help="print everything as JSON")
+    add("--quiet", action="store_true", help="print the results alone, without the line about the circuit")
     parser.set_defaults(handler=run)
 
 
@@ -80,7 +81,7 @@ def run(chosen: argparse.Namespace) -> int:
     if chosen.json:
         print(json.dumps(found, indent=1))
     else:
-        _show(chosen.circuit, found)
+        _show(chosen.circuit, found, chosen.quiet)
     return 0
 
 
@@ -122,21 +123,22 @@ def _wires(text: str | None) -> tuple[int, ...] | None:
         raise UsageError(f"--probabilities {text!r}: expected wires with commas between them, such as 0,3,4") from None
 
 
-def _show(name: str, found: dict[str, Any]) -> None:
-    ranks = f"{found['ranks']} ranks" if found["ranks"] > 1 else "one rank"
-    print(
-        f"{name}: {found['wires']} wires, {found['operations']} operations, depth {found['depth']}; {ranks}, "
-        f"{found['dtype']}, {found['seconds']:.3g} s"
-    )
-    if found.get("note"):
-        print(found["note"])
+def _show(name: str, found: dict[str, Any], quiet: bool) -> None:
+    if not quiet:
+        ranks = f"{found['ranks']} ranks" if found["ranks"] > 1 else "one rank"
+        print(
+            f"{name}: {found['wires']} wires, {found['operations']} operations, depth {found['depth']}; {ranks}, "
+            f"{found['dtype']}, {found['seconds']:.3g} s"
+        )
+        if found.get("note"):
+            print(found["note"])
     for each in found.get("observables", ()):
         variance = f"   variance {each['variance']:.9g}" if "variance" in each else ""
         print(f"<{each['observable']}> = {each['value']:.12g}{variance}")
     _table("outcome", found.get("counts"), lambda value: f"{value:>8d}", _bar)
     _table("reading", found.get("probabilities"), lambda value: f"{value:.9f}", _bar)
     _table("basis state", found.get("state"), lambda value: f"{value[0]:+.9f} {value[1]:+.9f}i", lambda *_: "")
-    if "saved" in found:
+    if "saved" in found and not quiet:
         print(f"the state is in {found['saved']}")
 
 

@@ -30,7 +30,7 @@ from torch import nn
 from unisono.comm.communicator import Communicator
 from unisono.errors import MissingPackageError, UsageError
 from unisono.quantum.arguments import require_comm, require_count, require_device, require_dtype, shown
-from unisono.quantum.circuit.channels import Channel
+from unisono.quantum.circuit.channels import Channel, StrengthChannel
 from unisono.quantum.circuit.circuit import Circuit, require_circuit
 from unisono.quantum.circuit.deferred import deferred
 from unisono.quantum.circuit.parameter import finite_vector, require_seed
@@ -149,6 +149,12 @@ class Layer(nn.Module):
         """What is simulated: the circuit and the one in which each angle is a weight of its own, in unitary form, or
         doubled for a density matrix; or both as they are, for trajectories."""
         noisy = any(isinstance(each.gate, Channel) for each in self.circuit.operations)
+        by_shifts = self.shots is not None or self.diff == "parameter-shift"
+        if by_shifts and any(isinstance(each.gate, StrengthChannel) for each in self.circuit.operations):
+            raise UsageError(
+                "a channel whose strength is a weight or a feature has no parameter-shift rule; use diff='adjoint' "
+                "without shots, or give it a number"
+            )
         self._circuits = [self.circuit]
         if self.diff == "parameter-shift":
             apart, self.angles = separated(self.circuit)

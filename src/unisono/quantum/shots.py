@@ -20,7 +20,7 @@ from unisono.quantum.arguments import require_comm
 from unisono.quantum.circuit.channels import Channel
 from unisono.quantum.circuit.circuit import Circuit, require_circuit
 from unisono.quantum.circuit.parameter import is_index, require_seed
-from unisono.quantum.distributed.local_steps import Kraus, Measure
+from unisono.quantum.distributed.local_steps import Kraus, Measure, require_finished
 from unisono.quantum.distributed.program import QuantumProgram
 from unisono.quantum.noise.readout import flipped, readout_errors
 from unisono.quantum.outputs import require_shots, samples, samples_from
@@ -63,6 +63,8 @@ def measured(
     if not any(each.name == "measure" for each in circuit.operations):
         raise UsageError("the circuit measures nothing; add measure or measure_all, or sample a state's wires")
     given, shots, seed = circuit.check_values(weights, features), require_shots(shots), require_seed(seed)
+    circuit = circuit.with_strengths(*given)
+    given = given[0][: circuit.weights], given[1][: circuit.features]
     errors = readout_errors(readout, circuit.bits, "bit")
     group = ShotGroup.of(comm, shots, ranks_per_state)
     plain, wire_of_bit = final_measurements(circuit)
@@ -188,6 +190,7 @@ class _Walker:
                 continue
             if not course.holds(step.condition):
                 continue
+            require_finished(step)
             weights = course.outcomes(step)
             *others, (outcome, read, shots) = self._groups(course, step, weights, shots)
             for other_outcome, other_read, group in others:

@@ -30,6 +30,7 @@ from unisono.quantum.distributed.local_steps import (
     LocalOperations,
     LocalStep,
     Measure,
+    require_finished,
 )
 from unisono.quantum.distributed.memory import require_room, zeros
 from unisono.quantum.distributed.program import QuantumProgram
@@ -113,6 +114,8 @@ class State:
             raise UsageError(f"run of a {type(circuit).__name__}: expected a Circuit, or its Schedule or Program")
         if isinstance(circuit, Circuit):
             weights, features = circuit.check_values(weights, features)
+            circuit = circuit.with_strengths(weights, features)
+            weights, features = weights[: circuit.weights], features[: circuit.features]
             circuit = self.schedule(circuit)
         if isinstance(circuit, Schedule):
             circuit = QuantumProgram.of(circuit, self.rank, None if self.fresh else self.index_map)
@@ -146,6 +149,7 @@ class State:
             self.exchange(step)
         elif isinstance(step, Measure | Kraus):
             if self.holds(step.condition):
+                require_finished(step)
                 weights_ = self.outcomes(step)
                 outcome = int(self.agreed(drawn(weights_, self.draws.random(1)))[0])
                 self.collapse(step, outcome, weights_[outcome])
@@ -159,7 +163,12 @@ class State:
         """Operations on local axes, with this state's kernel."""
         if not isinstance(run, LocalOperations):
             raise UsageError(f"apply of {shown(run)}: expected a Run of a Program, or state.run(circuit)")
-        run.runner(self.wires - self.global_qubits, self.dtype, self.device, self.kernel)(self.local, weights, features)
+        if run.has_strengths:
+            for each in run.operations:
+                apply_matrix(self.local, each.targets, each.matrix(each.angles(weights, features)))
+        else:
+            make = run.runner(self.wires - self.global_qubits, self.dtype, self.device, self.kernel)
+            make(self.local, weights, features)
         if self.comm is not None and any(isinstance(each.gate, Superoperator) for each in run.operations):
             self.norm_expected = self.norm()
 

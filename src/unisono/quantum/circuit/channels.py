@@ -10,7 +10,7 @@ probabilities that do not depend on the state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike
 
 from unisono.errors import UsageError
 from unisono.quantum.circuit.gates import PAULIS, UNITARY_TOLERANCE, Gate, Matrix, pauli_matrix
+from unisono.quantum.circuit.parameter import Affine
 
 if TYPE_CHECKING:
     from typing import Self
@@ -78,6 +79,49 @@ class Superoperator(Gate):
 
     def matrix(self, *angles: float) -> Matrix:
         return self.array
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class StrengthChannel(Channel):
+    """A channel whose strength is an expression of weights and features: the parameter of its operation. It has Kraus
+    operators when `at` gives it a number."""
+
+    make: str = ""
+    rest: tuple[Any, ...] = ()  # its other arguments
+
+    def at(self, strength: float) -> Channel:
+        return _BY_STRENGTH[self.make](strength, *self.rest)
+
+    def superoperator(self) -> StrengthSuperoperator:
+        return StrengthSuperoperator(self.name, 2 * self.targets, 1, channel=self)
+
+    def __reduce__(self) -> Any:
+        return _of_strength, (self.make, self.targets, self.rest, self.label)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StrengthChannel) and self.__reduce__() == other.__reduce__()
+
+    def __hash__(self) -> int:
+        return hash((self.make, self.targets, self.rest))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class StrengthSuperoperator(Superoperator):
+    channel: StrengthChannel = None  # type: ignore[assignment]
+
+    def matrix(self, *angles: float) -> Matrix:
+        return self.channel.at(*angles).superoperator().array
+
+    def derivative(self, which: int, *angles: float) -> Matrix:
+        """Each is A + p B + sqrt(1 - p) C, p being the strength; its values at 0, 3/4 and 1 give B and C."""
+        none, most, full = (self.matrix(strength) for strength in (0.0, 0.75, 1.0))
+        root = 4 * most - none - 3 * full
+        slope = full - none + root
+        if np.abs(root).max() <= _EXACT:
+            return slope
+        if angles[0] >= 1:
+            raise UsageError(f"{self.name} of strength 1 has no derivative there; expected less than 1")
+        return slope - root / (2 * np.sqrt(1 - angles[0]))
 
 
 def kraus(operators: Sequence[ArrayLike]) -> Channel:
@@ -184,24 +228,43 @@ class ChannelMethods:
     def kraus(self, operators: Sequence[ArrayLike], wires: int | Sequence[int]) -> Self:
         return self.apply(kraus(operators), wires)
 
-    def depolarizing(self, wires: int | Sequence[int], p: float) -> Self:
+    def depolarizing(self, wires: int | Sequence[int], p: float | Affine) -> Self:
+        """p, as that of the channels below: a number, or an expression such as uq.weight(3) or uq.feature(0)."""
         count = len([*wires]) if isinstance(wires, Iterable) and not isinstance(wires, str) else 1
-        return self.apply(depolarizing(p, count), wires)
+        return self._of_strength("depolarizing", wires, p, count)
 
-    def bit_flip(self, wire: int, p: float) -> Self:
-        return self.apply(bit_flip(p), wire)
+    def bit_flip(self, wire: int, p: float | Affine) -> Self:
+        return self._of_strength("bit_flip", wire, p)
 
-    def phase_flip(self, wire: int, p: float) -> Self:
-        return self.apply(phase_flip(p), wire)
+    def phase_flip(self, wire: int, p: float | Affine) -> Self:
+        return self._of_strength("phase_flip", wire, p)
 
     def pauli_channel(self, wires: int | Sequence[int], probabilities: Mapping[str, float]) -> Self:
         return self.apply(pauli_channel(probabilities), wires)
 
-    def amplitude_damping(self, wire: int, gamma: float, excited: float = 0.0) -> Self:
-        return self.apply(amplitude_damping(gamma, excited), wire)
+    def amplitude_damping(self, wire: int, gamma: float | Affine, excited: float = 0.0) -> Self:
+        return self._of_strength("amplitude_damping", wire, gamma, excited)
 
-    def phase_damping(self, wire: int, gamma: float) -> Self:
-        return self.apply(phase_damping(gamma), wire)
+    def phase_damping(self, wire: int, gamma: float | Affine) -> Self:
+        return self._of_strength("phase_damping", wire, gamma)
+
+    def _of_strength(self, make: str, wires: int | Sequence[int], strength: float | Affine, *rest: Any) -> Self:
+        if not isinstance(strength, Affine):
+            return self.apply(_BY_STRENGTH[make](strength, *rest), wires)
+        if strength.is_constant:
+            return self.apply(_BY_STRENGTH[make](strength.constant, *rest), wires)
+        known = _BY_STRENGTH[make](0.5, *rest)  # refuses the other arguments
+        label = f"{known.label.partition('(')[0]}({strength})"
+        return self.apply(_of_strength(make, known.targets, rest, label), wires, strength)
+
+
+_BY_STRENGTH: dict[str, Callable[..., Channel]] = {
+    each.__name__: each for each in (depolarizing, bit_flip, phase_flip, amplitude_damping, phase_damping)
+}
+
+
+def _of_strength(make: str, targets: int, rest: tuple[Any, ...], label: str) -> StrengthChannel:
+    return StrengthChannel(make, targets, 1, label=label, make=make, rest=rest)
 
 
 def _flip(name: str, pauli: str, p: float, short: str) -> Channel:

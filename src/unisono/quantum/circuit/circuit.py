@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from unisono.errors import UsageError
 from unisono.quantum.arguments import shown
-from unisono.quantum.circuit.channels import ChannelMethods
+from unisono.quantum.circuit.channels import ChannelMethods, StrengthChannel
 from unisono.quantum.circuit.gate_methods import GateMethods
 from unisono.quantum.circuit.gates import ALIASES, BARRIER, CONTROLLED, MEASURE, Gate, gate
 from unisono.quantum.circuit.growable import ChunkedList
@@ -212,6 +212,17 @@ class Circuit(GateMethods, ChannelMethods):
             parameters = tuple(parameter.shifted(weights, features) for parameter in each.parameters)
             shifted.append(replace(each, parameters=parameters))
         return shifted
+
+    def with_strengths(self, weights: Any = (), features: Any = ()) -> Circuit:
+        """The circuit with numbers for the strengths of its channels."""
+        if not any(isinstance(each.gate, StrengthChannel) for each in self._operations):
+            return self
+        made = Circuit(self.wires, self.bits)
+        for each in self._operations:
+            if isinstance(each.gate, StrengthChannel):
+                each = replace(each, gate=each.gate.at(*each.angles(weights, features)), parameters=())
+            made.append(each)
+        return made
 
     def check_values(self, weights: Any = (), features: Any = ()) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Both as arrays; refuses vectors that are not as long as the circuit needs, and what is no finite number."""

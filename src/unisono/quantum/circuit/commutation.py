@@ -40,7 +40,7 @@ def mixed_wires(operation: Operation) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def gate_paulis(gate: Gate) -> tuple[str, ...]:
-    if gate.diagonal or gate.name == "measure":
+    if gate.diagonal or gate.name in ("measure", "unfinished"):
         return ("Z",) * gate.targets
     if isinstance(gate, PauliRotation):
         return tuple(gate.paulis)

@@ -55,6 +55,8 @@ class _Deferral:
             self._measure(operation, controls)
         elif operation.name == "reset":
             self._reset(operation.targets[0], controls)
+        elif operation.name == "unfinished":
+            raise UsageError("a 'while' on measured bits has no unitary form; use shots, or uq.measured")
         elif not operation.gate.unitary:
             raise UsageError(f"{operation} is a channel: its circuit has no unitary form; use shots or a DensityState")
         else:

@@ -364,7 +364,8 @@ GATES: dict[str, Gate] = _table()
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Marker(Gate):
-    """What is no gate: a measurement, a reset, a barrier. `targets` is 0 where any number of wires will do."""
+    """What is no gate: a measurement, a reset, a barrier, and the end of an unrolled `while` (`unfinished`), which no
+    shot may reach with its condition still true. `targets` is 0 where any number of wires will do."""
 
     def inverse(self, parameters: Parameters) -> tuple[Gate, Parameters]:
         return (self, parameters) if self.name == "barrier" else super().inverse(parameters)
@@ -376,7 +377,9 @@ class Marker(Gate):
 MEASURE = Marker("measure", 1, unitary=False)
 RESET = Marker("reset", 1, unitary=False)
 BARRIER = Marker("barrier", 0, unitary=False)
-GATES |= {marker.name: marker for marker in (MEASURE, RESET, BARRIER)}
+UNFINISHED = Marker("unfinished", 1, unitary=False)
+REPETITIONS = 128  # of a `while` on measured bits, which are unrolled
+GATES |= {marker.name: marker for marker in (MEASURE, RESET, BARRIER, UNFINISHED)}
 
 CONTROLLED: dict[str, tuple[str, int]] = {  # names of controlled gates: the gate below and how many controls
     "cx": ("x", 1),

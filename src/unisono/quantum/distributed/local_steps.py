@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from unisono.quantum.circuit.channels import Channel
+from unisono.errors import UsageError
+from unisono.quantum.circuit.channels import Channel, StrengthSuperoperator
+from unisono.quantum.circuit.gates import REPETITIONS
 from unisono.quantum.circuit.operation import Operation
 from unisono.quantum.circuit.operations import shared
 from unisono.quantum.distributed.global_index_map import GlobalIndexMap
@@ -21,6 +23,11 @@ class LocalOperations:
 
     operations: Sequence[Operation]
     runners: dict[tuple[object, ...], Runner] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def has_strengths(self) -> bool:
+        """Whether these are channels whose strengths are given at each run (see noise/density_gradients.py)."""
+        return any(isinstance(each.gate, StrengthSuperoperator) for each in self.operations)
 
     def runner(self, axes: int, dtype: torch.dtype, device: torch.device, kernel: str) -> Runner:
         """The operations made ready for a kernel; made once."""
@@ -49,13 +56,15 @@ class LocalExchange:
 
 @dataclass(frozen=True)
 class Measure:
-    """A wire is measured, into classical `bits`, or reset. The wire is `axis`, or this rank holds its `value`."""
+    """A wire is measured, into classical `bits`, or reset. The wire is `axis`, or this rank holds its `value`.
+    `unfinished`: no shot may come here with the condition true."""
 
     axis: int | None
     value: int
     bits: tuple[int, ...]
     condition: tuple[tuple[int, int], ...]
     reset: bool
+    unfinished: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,14 @@ class Kraus:
     axes: tuple[int, ...]
     channel: Channel
     condition: tuple[tuple[int, int], ...]
+
+
+def require_finished(step: Measure | Kraus) -> None:
+    if isinstance(step, Measure) and step.unfinished:
+        raise UsageError(
+            f"a 'while' on measured bits has not ended after {REPETITIONS} repetitions in one of the shots: expected a "
+            "loop that ends sooner"
+        )
 
 
 LocalStep = LocalOperations | LocalExchange | Measure | Kraus | Conditional
@@ -105,6 +122,7 @@ def _measure(step: Event, index_map: GlobalIndexMap, rank: int) -> Measure:
         operation.bits,
         operation.condition,
         operation.name == "reset",
+        operation.name == "unfinished",
     )
 
 

@@ -37,5 +37,5 @@ class QuantumProgram:
     def prepare(self, axes: int, dtype: torch.dtype, device: torch.device, kernel: str) -> None:
         """Make its runs ready for a kernel, which takes memory of its own: best before a state does."""
         for step in self.steps:
-            if isinstance(step, LocalOperations):
+            if isinstance(step, LocalOperations) and not step.has_strengths:
                 step.runner(axes, dtype, device, kernel)

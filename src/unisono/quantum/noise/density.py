@@ -53,7 +53,7 @@ class DensityState:
         if require_circuit(circuit, "run").wires != self.wires:
             raise UsageError(f"a circuit of {circuit.wires} wires for a density matrix of {self.wires}")
         weights, features = circuit.check_values(weights, features)
-        both = doubled(circuit)
+        both = doubled(circuit.with_strengths(weights, features))
         self.vector.run(both, weights[: both.weights], features[: both.features])
         return self
 

@@ -60,11 +60,11 @@ class MixedOutput:
 
 
 def channels_apart(program: QuantumProgram) -> QuantumProgram:
-    """The program with channels in steps of their own."""
+    """The program with channels in steps of their own, one for each whose strength is a parameter."""
     steps: list[LocalStep] = []
     for step in program.steps:
         if isinstance(step, LocalOperations):
-            steps += [LocalOperations(tuple(run)) for _, run in groupby(step.operations, _is_channel)]
+            steps += [LocalOperations(tuple(run)) for _, run in groupby(step.operations, _kind_of_step)]
         else:
             steps.append(step)
     return replace(program, steps=tuple(steps))
@@ -92,7 +92,10 @@ def mixed_gradients(
         assert isinstance(step, LocalOperations)
         if number in before:
             for each in reversed(step.operations):
-                apply_matrix(costate.local, each.targets, each.gate.matrix().conj().T)
+                angles = each.angles(weights, features)
+                if each.parameters:
+                    _add_slope(found, each, angles, before[number][0], costate.local)
+                apply_matrix(costate.local, each.targets, each.matrix(angles).conj().T)
             costate.norm_expected = costate.norm()
             state.local, state.norm_expected = before.pop(number)
             continue
@@ -101,6 +104,26 @@ def mixed_gradients(
         for total, part in zip(found, parts, strict=True):
             total += part
     return found
+
+
+def _add_slope(
+    found: tuple[np.ndarray, np.ndarray],
+    channel: Operation,
+    angles: tuple[float, ...],
+    before: torch.Tensor,
+    costate: torch.Tensor,
+) -> None:
+    """The gradient of a channel's strength: that of tr(O S(p) rho), rho being the density matrix before it."""
+    moved = before.clone()
+    apply_matrix(moved, channel.targets, channel.derivative(0, angles))
+    slope = 2 * float(torch.vdot(costate.reshape(-1), moved.reshape(-1)).real)
+    for total, terms in zip(found, channel.terms(), strict=True):
+        for index, coefficient in terms:
+            total[index] += coefficient * slope
+
+
+def _kind_of_step(operation: Operation) -> object:
+    return id(operation) if operation.parameters and _is_channel(operation) else _is_channel(operation)
 
 
 def _is_channel(operation: Operation) -> bool:

@@ -32,7 +32,7 @@ def doubled(circuit: Circuit) -> Circuit:
         columns = {wire: circuit.wires + wire for wire in range(circuit.wires)}
         if channel := _channel_of(each):
             wires = (*each.targets, *[columns[wire] for wire in each.targets])
-            made.append(Operation(channel.superoperator(), wires))
+            made.append(Operation(channel.superoperator(), wires, parameters=each.parameters))
         elif each.gate.unitary and not (each.name == "gphase" and not each.controls):
             made.append(each)
             made.append(conjugate(each).on(columns))

@@ -74,6 +74,8 @@ def trajectories(
         **options: Those of State.
     """
     given = require_circuit(circuit, "trajectories").check_values(weights, features)
+    circuit = circuit.with_strengths(*given)
+    given = given[0][: circuit.weights], given[1][: circuit.features]
     count, seed = require_count("count", count, 2, 1 << 31), require_seed(seed)
     observed = Observed(parsed(observables), circuit.wires)
     group = ShotGroup.of(comm, count, ranks_per_state if comm is not None else None)

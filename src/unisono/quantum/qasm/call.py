@@ -8,7 +8,7 @@ from unisono.quantum.circuit.operation import Operation
 from unisono.quantum.circuit.parameter import Affine, affine
 from unisono.quantum.qasm.catalogue import Known, operations, power
 from unisono.quantum.qasm.scope import Definition, Operand, Scope
-from unisono.quantum.qasm.token import Cursor, Token
+from unisono.quantum.qasm.token import OPERATION, Cursor, Token
 
 if TYPE_CHECKING:
     from unisono.quantum.qasm.reader import QasmParser
@@ -52,14 +52,18 @@ def call(reader: QasmParser, scope: Scope) -> list[Operation]:
     needed = controls + (gate.operands if isinstance(gate, Known) else len(gate.operands))
     if len(operands) != needed:
         at.fail(f"{token.text!r} acts on {needed} qubits here, but got {len(operands)}", token)
+    terms = sum(len(each.weights) + len(each.features) for each in angles)
     made: list[Operation] = []
     for wires in _broadcast(at, token, operands):
         inner = wires[controls:]
         if isinstance(gate, Definition):
             one = reader.expand(gate, angles, inner)
         else:
+            at.spend(OPERATION)
             one = operations(gate, angles, inner, exact=bool(modifiers) or scope.inside_gate)
-        made += _modified(at, token, one, modifiers, wires[:controls])
+        one = _modified(at, token, one, modifiers, wires[:controls])
+        at.spend(len(one) * (1 + controls + terms) + len(wires))
+        made += one
     return made
 
 
@@ -115,8 +119,9 @@ def _modified(
         if word == "inv":
             made = [each.inverse() for each in reversed(made)]
         elif word == "pow":
-            if abs(count) * len(made) > _HIGHEST_POWER:
+            if abs(count) * max(len(made), 1) > _HIGHEST_POWER:
                 at.fail(f"pow({count:g}) of {token.text!r}: at most {_HIGHEST_POWER} operations are made of it", token)
+            at.spend(OPERATION * int(abs(count)) * len(made))
             powered = power(made, count)
             if powered is None:
                 at.fail(f"pow({count:g}) of {token.text!r}: expected a whole number, or one rotation or phase", token)

@@ -45,6 +45,7 @@ FUNCTIONS: dict[str, Callable[..., float]] = {
 }
 CASTS = ("float", "angle", "int", "uint")
 _LARGEST_EXPONENT = 1024
+_MOST_DIGITS = 1024
 _LEVELS = (("+", "-"), ("*", "/", "%"))
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
@@ -72,7 +73,7 @@ def integer(cursor: Cursor, values: Mapping[str, Any], version: int) -> int:
 
 def _unary(cursor: Cursor, values: Mapping[str, Any], version: int) -> Value:
     if cursor.skip("-"):
-        return -_unary(cursor, values, version)
+        return _spent(cursor, -_unary(cursor, values, version))
     if cursor.skip("+"):
         return _unary(cursor, values, version)
     base = _atom(cursor, values, version)
@@ -85,14 +86,18 @@ def _unary(cursor: Cursor, values: Mapping[str, Any], version: int) -> Value:
 
 def _atom(cursor: Cursor, values: Mapping[str, Any], version: int) -> Value:
     token = cursor.token
+    cursor.spend(1)
     if cursor.skip("("):
         inner = evaluate(cursor, values, version)
         cursor.expect(")")
         return inner
-    if token.kind == "integer":
-        return int(cursor.next().text.replace("_", ""), 0 if token.text[:2].lower() in ("0x", "0b") else 10)
-    if token.kind == "real":
-        return float(cursor.next().text.replace("_", ""))
+    if token.kind in ("integer", "real"):
+        cursor.next()
+        digits = token.text.replace("_", "")
+        base = 0 if digits[:2].lower() in ("0x", "0b") else 10
+        if len(digits) > _MOST_DIGITS:
+            cursor.fail(f"a number of {len(digits)} digits; at most {_MOST_DIGITS} are read", token)
+        return _checked(cursor, token, lambda: float(digits) if token.kind == "real" else int(digits, base))
     cursor.kind("name", "a number or an expression")
     if token.text in values:
         return _read(cursor, token, values, version)
@@ -118,7 +123,7 @@ def _cast(cursor: Cursor, token: Token, values: Mapping[str, Any], version: int)
     value = evaluate(cursor, values, version)
     cursor.expect(")")
     if token.text in ("float", "angle"):
-        return value if isinstance(value, Affine) else float(value)
+        return value if isinstance(value, Affine) else _checked(cursor, token, lambda: float(value))
     return _checked(cursor, token, lambda: int(_plain(cursor, token, value)))
 
 
@@ -153,7 +158,14 @@ def _binary(cursor: Cursor, sign: Token, left: Value, right: Value, version: int
             base = float(base)  # a whole number of so many digits would take for ever
         return base**exponent
 
-    return _checked(cursor, sign, compute)
+    return _spent(cursor, _checked(cursor, sign, compute))
+
+
+def _spent(cursor: Cursor, value: Value) -> Value:
+    """Pay for the terms of a new angle: there may be as many as inputs."""
+    if isinstance(value, Affine):
+        cursor.spend(len(value.weights) + len(value.features))
+    return value
 
 
 def _plain(cursor: Cursor, token: Token, value: Value) -> float:
@@ -221,6 +233,7 @@ def array(cursor: Cursor, scope: Scope, sizes: tuple[int, ...]) -> list[Any]:
     """The initial value of an array: nested lists, or zeros."""
     if not sizes:
         cursor.fail("an array without sizes: expected array[type, size] name")
+    cursor.spend(math.prod(sizes) if not cursor.sees("=") else 0)
     if not cursor.skip("="):
         return _zeros(sizes)
     return _elements(cursor, scope, sizes)

@@ -1,11 +1,14 @@
 """Control flow of OpenQASM: `if` on measured bits becomes a condition of operations; what depends on numbers only is
-decided while the text is read."""
+decided while the text is read. A `while` on measured bits becomes so many repetitions, each under the loop's condition;
+a shot in which it would go on behind the last one is an error, and never a wrong result."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from unisono.quantum.circuit.gates import REPETITIONS, UNFINISHED
+from unisono.quantum.circuit.operation import Controls, Operation
 from unisono.quantum.qasm.expression import truth
 from unisono.quantum.qasm.scope import Scope, between
 from unisono.quantum.qasm.token import Token
@@ -36,19 +39,15 @@ def read_if(reader: QasmParser, scope: Scope, start: Token) -> None:
             reader.skip_block() if holds else reader.block(scope)
         return
     start = at.token
-    at.expect("(")
-    condition = _condition(reader, scope)
-    while at.skip("&&"):
-        condition += _condition(reader, scope)
-    at.expect(")")
+    condition = _conditions(reader, scope)
     first = len(scope.out)
-    if any((bit, 1 - value) in (*condition, *scope.condition) for bit, value in condition):
+    if _contradicts(reader, condition, scope, start):
         reader.skip_block()
     else:
-        reader.block(scope.inner(condition=(*scope.condition, *dict.fromkeys(condition))))
+        reader.block(scope.inner(condition=(*scope.condition, *condition)))
     made = scope.out[first:]  # each asks for the bits again, so that only the last may write them
-    if any({bit for bit, _ in condition} & set(each.bits) for each in (made if at.sees("else") else made[:-1])):
-        at.fail("a bit that is asked for is written under its own condition, and more follows", start)
+    at.spend(len(made) + len(condition))
+    _require_stable(reader, condition, made if at.sees("else") else made[:-1], start)
     if at.skip("else"):
         if len(condition) != 1:
             at.fail("'else' is read after a condition on one bit only", start)
@@ -78,7 +77,8 @@ def read_for(reader: QasmParser, scope: Scope, start: Token) -> None:
 def read_while(reader: QasmParser, scope: Scope, start: Token) -> None:
     at, head = reader.at, reader.at.position
     if _asks_bits(reader, scope):
-        at.fail("a 'while' on measured bits is not read: how often it runs is only known when the circuit does", start)
+        _unroll(reader, scope, start)
+        return
     for _ in range(_LONGEST_WHILE):
         at.position = head
         at.expect("(")
@@ -89,6 +89,26 @@ def read_while(reader: QasmParser, scope: Scope, start: Token) -> None:
         if not holds or _leaves(reader, scope):
             return
     at.fail(f"a loop of more than {_LONGEST_WHILE} iterations", start)
+
+
+def _unroll(reader: QasmParser, scope: Scope, start: Token) -> None:
+    """A `while` on measured bits."""
+    at, head = reader.at, reader.at.position
+    for _ in range(REPETITIONS):
+        at.position = head
+        condition = _conditions(reader, scope)
+        if _contradicts(reader, condition, scope, start):
+            reader.skip_block()
+            return
+        inner, first = scope.inner(condition=(*scope.condition, *condition)), len(scope.out)
+        if _leaves(reader, inner):
+            return
+        made = scope.out[first:]
+        at.spend(len(made) + len(condition))
+        _require_stable(reader, condition, made[:-1], start)
+        if not made or not {bit for bit, _ in condition} & set(made[-1].bits):
+            at.fail("a 'while' on measured bits ends with their measurement, or it never would", start)
+    reader.emit(inner, [Operation(UNFINISHED, made[-1].targets)])
 
 
 def read_jump(reader: QasmParser, scope: Scope, start: Token) -> None:
@@ -111,7 +131,7 @@ STATEMENTS: dict[str, Callable[[QasmParser, Scope, Token], None]] = {
 
 def _leaves(reader: QasmParser, scope: Scope) -> bool:
     """Read the body of a loop once; whether it ends the loop."""
-    reader.count()
+    reader.at.spend(2)
     reader.loops.append(scope.condition)
     start = reader.at.position
     try:
@@ -128,13 +148,37 @@ def _leaves(reader: QasmParser, scope: Scope) -> bool:
 def _asks_bits(reader: QasmParser, scope: Scope) -> bool:
     """Whether the condition in parentheses at the cursor names a bit."""
     depth = 0
-    for token in reader.at.tokens[reader.at.position :]:
+    for position in range(reader.at.position, len(reader.at.tokens)):
+        token = reader.at.tokens[position]
         depth += {"(": 1, ")": -1}.get(token.text, 0)
         if token.kind == "name" and token.text in scope.bits:
             return True
         if not depth:
             break
     return scope.version == 2
+
+
+def _conditions(reader: QasmParser, scope: Scope) -> Controls:
+    """What is asked for in parentheses at the cursor: all of these bits."""
+    reader.at.expect("(")
+    condition = _condition(reader, scope)
+    while reader.at.skip("&&"):
+        condition += _condition(reader, scope)
+    reader.at.expect(")")
+    return tuple(dict.fromkeys(condition))
+
+
+def _contradicts(reader: QasmParser, condition: Controls, scope: Scope, start: Token) -> bool:
+    """Whether the condition never holds inside those around it, whose bits must not have been written since."""
+    outside = [pair for pair in scope.condition if (pair[0], 1 - pair[1]) in condition]
+    _require_stable(reader, tuple(outside), scope.out[scope.since :], start)
+    return bool(outside) or any((bit, 1 - value) in condition for bit, value in condition)
+
+
+def _require_stable(reader: QasmParser, condition: Controls, made: Sequence[Operation], start: Token) -> None:
+    """Each operation asks for the bits again, so that only the last may write them."""
+    if any({bit for bit, _ in condition} & set(each.bits) for each in made):
+        reader.at.fail("a bit that is asked for is written under its own condition, and more follows", start)
 
 
 def _condition(reader: QasmParser, scope: Scope) -> tuple[tuple[int, int], ...]:
@@ -154,10 +198,11 @@ def _condition(reader: QasmParser, scope: Scope) -> tuple[tuple[int, int], ...]:
     return tuple((bit, (value >> index & 1) ^ negated) for index, bit in enumerate(bits.indices))
 
 
-def _loop_values(reader: QasmParser, scope: Scope) -> list[Any]:
+def _loop_values(reader: QasmParser, scope: Scope) -> Sequence[Any]:
     token = reader.at.token
     if token.kind == "name" and isinstance(found := scope.values.get(token.text), list):
         reader.at.next()
+        reader.at.spend(len(found))
         return [*found]
     closing = {"[": "]", "{": "}"}.get(reader.at.token.text)
     if closing is None:
@@ -173,6 +218,7 @@ def _loop_values(reader: QasmParser, scope: Scope) -> list[Any]:
         reader.at.fail("expected [first:last] or [first:step:last] with a step that is not 0", token)
     first, *step, last = numbers
     values = between(first, last, *step)
-    if len(values) > _LONGEST_LOOP:
-        reader.at.fail(f"a loop of {len(values)} iterations: at most {_LONGEST_LOOP} are read", token)
-    return [*values]
+    if values[_LONGEST_LOOP:]:  # len() has a limit of its own
+        count = abs(values[-1] - first) // abs(values.step) + 1
+        reader.at.fail(f"a loop of {count} iterations: at most {_LONGEST_LOOP} are read", token)
+    return values

@@ -16,6 +16,7 @@ NATIVE = {name: Known(name, 0, gate.parameters, gate.targets) for name, gate in 
 NATIVE |= {name: known for name, known in FILES["qelib1.inc"].items() if not known.special}
 _SAMPLES = ((0.5, 0.8, -1.3), (-2.1, 1.7, 0.4))  # angles at which the matrices are compared
 
+_MOST_COMPARED = 512  # operations
 Expand = Callable[[list[Affine], list[int]], list[Operation]]
 
 
@@ -29,7 +30,7 @@ def native(definition: Definition, expand: Expand) -> Known | Definition:
     for sample in _SAMPLES:
         angles = [Affine(sample[index % 3]) for index in range(len(definition.parameters))]
         made = expand(angles, wires)
-        if not same or found is None:
+        if not same or found is None or len(made) > _MOST_COMPARED:
             return definition
         controls = tuple((wire, 1) for wire in wires[: found.controls])
         own = Operation(GATES[found.name], tuple(wires[found.controls :]), controls, tuple(angles))

@@ -10,6 +10,7 @@ Qubits become wires in the order of their declaration, bits likewise. `input flo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from dataclasses import replace
@@ -27,7 +28,8 @@ from unisono.quantum.qasm.flow import STATEMENTS
 from unisono.quantum.qasm.native import native
 from unisono.quantum.qasm.scope import Definition, Operand, Scope
 from unisono.quantum.qasm.subroutine import Subroutine, call_into, call_subroutine, read_def, read_return
-from unisono.quantum.qasm.token import Cursor, Token, tokenize
+from unisono.quantum.qasm.token import OPERATION, Cursor, Token, Work, tokenize
+from unisono.regular_files import read_text
 
 _KEYWORDS = {2: {"include", "qreg", "creg", "gate", "opaque", "measure", "reset", "barrier", "if"}}
 _KEYWORDS[3] = _KEYWORDS[2] | {"qubit", "bit", "let", "for", "while", "break", "continue", "def", "return", "array"}
@@ -35,42 +37,50 @@ _NUMBERS = {"int", "uint", "float", "angle", "bool", "const", "input", "output"}
 _FOREIGN = {"switch", "defcal", "cal", "extern", "box", "delay", "stretch", "duration"}
 _FOREIGN |= {"end", "complex", "defcalgrammar"}
 _LARGEST_REGISTER = 4096
-MOST_OPERATIONS = MOST_STATEMENTS = 1 << 22  # of one text, loops and subroutines written out
+_STEPS_A_CHARACTER = 4  # that a text may take beside `limit`
+LIMIT = 1 << 22  # about a million operations out of a short text; what a text writes out itself is not limited
 
 
-def load_qasm(path: str | Path) -> Circuit:
-    """The circuit of a file; `include` looks beside it."""
+def load_qasm(path: str | Path, *, limit: int = LIMIT) -> Circuit:
+    """The circuit of a file; `include` reads files of its folder only.
+
+    limit: the steps that loops, gates and subroutines may be written out into; an operation takes five to ten.
+    """
     if not isinstance(path, str | os.PathLike):
         raise UsageError(f"load_qasm of a {type(path).__name__}: expected the path of an OpenQASM file")
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {error}") from None
-    return QasmParser(text, str(path), path.parent).circuit()
+        text = read_text(path, encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from None
+    return QasmParser(text, str(path), path.parent, limit).circuit()
 
 
-def from_qasm(text: str, source: str = "qasm") -> Circuit:
-    """The circuit of a text; `source` names it in errors."""
+def from_qasm(text: str, source: str = "qasm", *, limit: int = LIMIT) -> Circuit:
+    """The circuit of a text; `source` names it in errors. limit: see `load_qasm`."""
     if not isinstance(text, str):
         raise UsageError(f"from_qasm of a {type(text).__name__}: expected a text; uq.load_qasm reads files")
-    return QasmParser(text, source, None).circuit()
+    return QasmParser(text, source, None, limit).circuit()
 
 
 class QasmParser:
-    def __init__(self, text: str, source: str, folder: Path | None) -> None:
-        self.at = Cursor(tokenize(text, source), source)
-        self.folder = folder
+    def __init__(self, text: str, source: str, folder: Path | None, limit: int) -> None:
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            raise UsageError(f"limit={limit!r}: expected a whole number of at least 1")
+        self.work = Work(limit)
+        self.work.left += _STEPS_A_CHARACTER * len(text)
+        self.at = Cursor(tokenize(text, source), source, self.work)
+        self.folder = None if folder is None else folder.resolve()
         self.scope = Scope()
         self.wires = 0
         self.bits = 0
-        self.inputs: dict[str, Affine] = {}
-        self.including: list[str] = [source]
+        self.including = [source if self.folder is None else str(self.folder / Path(source).name)]
+        self.included: set[str] = set()
         self.defined: set[str] = set()  # gates of the text, without those of the standard files
         self.subroutines: dict[str, Subroutine] = {}
         self.calling: list[tuple[str, Controls]] = []  # subroutines in whose bodies the cursor is, with conditions
         self.loops: list[Controls] = []  # the conditions under which loops around the cursor run
-        self.statements = 0
+        self.next_weight = 0
 
     def circuit(self) -> Circuit:
         self._version()
@@ -88,9 +98,9 @@ class QasmParser:
     def _version(self) -> None:
         if self.at.skip("OPENQASM"):
             token = self.at.next()
-            if token.kind not in ("integer", "real") or int(float(token.text)) not in (2, 3):
+            if not re.fullmatch(r"[23](\.[0-9]{0,9})?", token.text):
                 self.at.fail(f"version {token.text} is not read; expected 2.0 or 3.0", token)
-            self.scope.version = int(float(token.text))
+            self.scope.version = int(token.text[0])
             self.at.expect(";")
         self.scope.gates |= BUILT_IN[self.scope.version]
 
@@ -99,7 +109,7 @@ class QasmParser:
             self.statement(scope)
 
     def statement(self, scope: Scope) -> None:
-        self.count()
+        self.at.spend(1)
         token = self.at.kind("name", "a statement")
         if token.text in _KEYWORDS[scope.version]:
             if scope.inside_gate and token.text not in ("barrier", "for"):
@@ -128,13 +138,13 @@ class QasmParser:
 
     def emit(self, scope: Scope, operations: list[Operation]) -> None:
         if scope.condition:
+            self.at.spend(len(operations) * len(scope.condition))
             operations = [replace(each, condition=(*scope.condition, *each.condition)) for each in operations]
-        if len(scope.out) + len(operations) > MOST_OPERATIONS:
-            self.at.fail(f"the text makes more than {MOST_OPERATIONS} operations")
         scope.out.extend(operations)
 
     def block(self, scope: Scope) -> None:
         """A block in braces, or one statement, in a scope of its own."""
+        self.at.spend(2 + (len(scope.qubits) + len(scope.bits)) // 8)
         inner = scope.inner()
         if self.at.sees("{"):
             end = self.at.block_end()
@@ -172,12 +182,6 @@ class QasmParser:
                 self.at.fail("this bracket is never closed", opening)
             depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(self.at.next().text, 0)
 
-    def count(self) -> None:
-        """Of statements and iterations: what is computed while a text is read must end."""
-        self.statements += 1
-        if self.statements > MOST_STATEMENTS:
-            self.at.fail(f"the text runs more than {MOST_STATEMENTS} statements")
-
     # Declarations ---------------------------------------------------------------------------------------------------
 
     def _read_include(self, scope: Scope) -> None:
@@ -191,21 +195,38 @@ class QasmParser:
                 self._run_text(scope, DEFINED[name], name)
                 self.defined = kept
             return
-        path = None if self.folder is None else self.folder / name
-        if path is None or not path.is_file():
-            self.at.fail(f"include {name!r}: no such file; {' and '.join(FILES)} are built in", token)
-        if str(path) in self.including:
+        if scope is not self.scope:
+            self.at.fail("an include stands outside of loops, conditions and subroutines", token)
+        path = self._beside(name, token)
+        if path in self.including:
             self.at.fail(f"include {name!r} includes itself", token)
         try:
-            text = path.read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            self.at.fail(f"include {name!r}: cannot read it: {error}", token)
-        self.including.append(str(path))
-        self._run_text(scope, text, str(path))
+            text = read_text(path, encoding="utf-8-sig")
+        except (OSError, ValueError) as error:
+            self.at.fail(f"include {name!r}: cannot read it: {getattr(error, 'strerror', None) or error}", token)
+        if path in self.included:
+            self.at.spend(len(text) // 16)
+        else:
+            self.work.left += _STEPS_A_CHARACTER * len(text)
+        self.included.add(path)
+        self.including.append(path)
+        self._run_text(scope, text, path)
         self.including.pop()
 
+    def _beside(self, name: str, token: Token) -> str:
+        """The file of that name in the folder of the text."""
+        path = None
+        if self.folder is not None:
+            with contextlib.suppress(OSError, ValueError, RuntimeError):  # too long, a NUL, a ring of links
+                path = (self.folder / name).resolve(strict=True)
+        if path is None or self.folder is None:
+            self.at.fail(f"include {name!r}: no such file; {' and '.join(FILES)} are built in", token)
+        if not path.is_relative_to(self.folder):
+            self.at.fail(f"include {name!r} is outside of {self.folder}; only files in it are read", token)
+        return str(path)
+
     def _run_text(self, scope: Scope, text: str, source: str) -> None:
-        outer, self.at = self.at, Cursor(tokenize(text, source), source)
+        outer, self.at = self.at, Cursor(tokenize(text, source), source, self.work)
         if self.at.skip("OPENQASM"):
             self.at.next()
             self.at.expect(";")
@@ -251,6 +272,7 @@ class QasmParser:
         self.at.expect(";")
 
     def declare(self, scope: Scope, kind: str, name: Token, size: int | None) -> None:
+        self.at.spend(size or 1)
         start = self.wires if kind == "qubit" else self.bits
         operand = Operand(tuple(range(start, start + (size or 1))), size is None, name)
         if kind == "qubit":
@@ -270,6 +292,7 @@ class QasmParser:
         while self.at.skip("++"):
             parts.append(scope.operand(self.at))
         self.at.expect(";")
+        self.at.spend(sum(len(part.indices) for part in parts))
         indices = tuple(index for part in parts for index in part.indices)
         scope.qubits[name.text] = Operand(indices, len(parts) == 1 and parts[0].single, name)
 
@@ -284,7 +307,9 @@ class QasmParser:
             self.at.expect("]")
         name = self.new_name(scope)
         if first == "input":
-            scope.values[name.text] = self._input(name.text)
+            if scope is not self.scope:
+                self.at.fail("'input' stands outside of loops, conditions and subroutines", name)
+            scope.values[name.text] = self._input(name)
         elif first == "output":
             self.at.fail("'output' is not in the part of OpenQASM that is read")
         else:
@@ -325,13 +350,16 @@ class QasmParser:
     def _read_return(self, scope: Scope) -> None:
         read_return(self, scope)
 
-    def _input(self, name: str) -> Affine:
-        match = re.fullmatch(r"(weight|feature)_(\d+)", name)
-        if match:
-            made = (weight if match[1] == "weight" else feature)(int(match[2]))
-        else:
-            made = weight(1 + max((each.weights[0][0] for each in self.inputs.values() if each.weights), default=-1))
-        self.inputs[name] = made
+    def _input(self, name: Token) -> Affine:
+        match = re.fullmatch(r"(weight|feature)_(\d+)", name.text)
+        try:
+            if match and match[1] == "feature":
+                return feature(int(match[2]))
+            index = int(match[2]) if match else self.next_weight
+            made = weight(index)
+        except ValueError as error:
+            self.at.fail(f"input {name.text!r}: {error}", name)
+        self.next_weight = max(self.next_weight, index + 1)
         return made
 
     def _read_gate(self, scope: Scope) -> None:
@@ -350,7 +378,8 @@ class QasmParser:
         if name.text in self.defined:
             self.at.fail(f"gate {name.text!r} is already defined", name)
         self.defined.add(name.text)
-        definition = Definition(name.text, tuple(parameters), tuple(operands), body, scope.version, dict(scope.gates))
+        gates = scope.gates_in(body, end)
+        definition = Definition(name.text, tuple(parameters), tuple(operands), body, scope.version, gates)
         scope.gates[name.text] = native(definition, lambda *given: self.expand(definition, *given))
         self.at.position = end + 1
 
@@ -404,12 +433,14 @@ class QasmParser:
         if len(wires.indices) != len(bits.indices):
             self.at.fail(f"{len(wires.indices)} qubits are measured into {len(bits.indices)} bits", wires.token)
         self.at.expect(";")
+        self.at.spend(OPERATION * len(wires.indices))
         pairs = zip(wires.indices, bits.indices, strict=True)
         self.emit(scope, [Operation(GATES["measure"], (wire,), bits=(bit,)) for wire, bit in pairs])
 
     def _read_reset(self, scope: Scope) -> None:
         wires = scope.operand(self.at)
         self.at.expect(";")
+        self.at.spend(OPERATION * len(wires.indices))
         self.emit(scope, [Operation(GATES["reset"], (wire,)) for wire in wires.indices])
 
     def _read_barrier(self, scope: Scope) -> None:
@@ -422,4 +453,5 @@ class QasmParser:
                 break
         self.at.expect(";")
         if not scope.inside_gate:
+            self.at.spend(OPERATION + len(wires))
             scope.out.append(Operation(GATES["barrier"], tuple(wires)))

@@ -42,6 +42,7 @@ class Scope:
     values: ChainMap[str, Any] = field(default_factory=ChainMap)  # numbers, arrays and functions; outer scopes' follow
     out: list[Operation] = field(default_factory=list)
     condition: Controls = ()
+    since: int = 0  # the operations before the outermost condition
     inside_gate: bool = False
     fixed: int = 0  # scopes, from the outermost on, whose values may not change: a condition on bits is between
     read_only: frozenset[str] = frozenset()  # bits that are parameters
@@ -51,7 +52,13 @@ class Scope:
         fresh: dict[str, object] = {"qubits": dict(self.qubits), "bits": dict(self.bits)}
         if "condition" in changes:
             fresh["fixed"] = len(self.values.maps)
+            fresh["since"] = self.since if self.condition else len(self.out)
         return Scope(**(vars(self) | {"values": self.values.new_child()} | fresh | changes))
+
+    def gates_in(self, body: Cursor, end: int) -> dict[str, Known | Definition]:
+        """The gates that are known here, of those that a body may call; "h" tells whether a library is included."""
+        names = {token.text for token in body.tokens[body.position : end]} | {"h"}
+        return {name: self.gates[name] for name in names if name in self.gates}
 
     def knows(self, name: str) -> bool:
         return name in self.qubits or name in self.bits or name in self.values or name in self.gates
@@ -90,6 +97,7 @@ class Scope:
         if self.version < 3 or len(numbers) > 3:
             at.fail("expected one index", first)
         start, *middle, stop = numbers
+        at.spend(len(between(start, stop, *middle)))
         return Operand(tuple(register.indices[i] for i in between(start, stop, *middle)), False, token)
 
     def _index(self, at: Cursor, size: int) -> int:

@@ -14,7 +14,7 @@ from unisono.quantum.circuit.gates import GATES
 from unisono.quantum.circuit.operation import Operation
 from unisono.quantum.qasm.catalogue import Known
 from unisono.quantum.qasm.scope import Definition, Operand, Scope
-from unisono.quantum.qasm.token import Cursor, Token
+from unisono.quantum.qasm.token import OPERATION, Cursor, Token
 
 if TYPE_CHECKING:
     from unisono.quantum.qasm.reader import QasmParser
@@ -73,7 +73,7 @@ def read_def(reader: QasmParser, scope: Scope) -> None:
     if not at.sees("{"):
         at.expect("{")
     end, body = at.block_end(), at.at(at.position + 1)
-    made = Subroutine(name.text, tuple(parameters), returns, body, dict(scope.gates))
+    made = Subroutine(name.text, tuple(parameters), returns, body, scope.gates_in(body, end))
     reader.subroutines[name.text] = made
     if returns == "number" and all(each.kind == "number" for each in parameters):
         scope.values[name.text] = lambda *where: _number(reader, made, *where)
@@ -84,10 +84,12 @@ def call_subroutine(reader: QasmParser, scope: Scope) -> Any:
     """Run the call at the cursor, which stops behind it; what it returns."""
     at = reader.at
     token = at.kind("name", "a subroutine")
+    at.spend(12)
     made = reader.subroutines[token.text]
     at.expect("(")
     inner = Scope(scope.version, made.gates, {}, {}, reader.scope.values.new_child(), scope.out, scope.condition)
     inner.fixed = len(reader.scope.values.maps)
+    inner.since = scope.since
     for number, parameter in enumerate(made.parameters):
         if (number and not at.skip(",")) or at.sees(")"):
             at.fail(f"{token.text!r} takes {len(made.parameters)} arguments, but got {number}", token)
@@ -112,6 +114,7 @@ def call_into(reader: QasmParser, scope: Scope, into: Operand) -> None:
         reader.at.fail(f"{token.text!r} returns no bits", token)
     if len(found) != len(into.indices):
         reader.at.fail(f"{token.text!r} returns {len(found)} bits, which are assigned to {len(into.indices)}", token)
+    reader.at.spend(2 * (len(scope.out) - first))
     used = {bit for each in scope.out[first:] for bit in (*each.bits, *(bit for bit, _ in each.condition))}
     inside = {bit for bit, _ in scope.condition} | used
     if len(set(found)) != len(found) or min(found) < before or inside & set(into.indices):
@@ -143,6 +146,7 @@ def read_return(reader: QasmParser, scope: Scope) -> None:
         wires = scope.operand(at).indices
         value = tuple(range(reader.bits, reader.bits + len(wires)))
         reader.bits += len(wires)
+        at.spend(OPERATION * len(wires))
         pairs = zip(wires, value, strict=True)
         reader.emit(scope, [Operation(GATES["measure"], (wire,), bits=(bit,)) for wire, bit in pairs])
     elif returns == "bit":

@@ -21,6 +21,8 @@ class Token:
     column: int
 
 
+_LONGEST_MESSAGE = 600
+OPERATION = 4  # what making one costs, in steps of `Cursor.spend`
 _PATTERN = re.compile(
     r"""(?P<space>[ \t\r\f]+|//[^\n]*|/\*.*?\*/)
     |(?P<newline>\n)
@@ -58,16 +60,36 @@ def tokenize(text: str, source: str) -> list[Token]:
     return tokens
 
 
+class Work:
+    """What it may still cost to read a text: a few lines can stand for any number of operations."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = self.left = limit
+
+
 class Cursor:
     """A position among the tokens of one source."""
 
-    def __init__(self, tokens: list[Token], source: str, position: int = 0) -> None:
+    def __init__(self, tokens: list[Token], source: str, work: Work, position: int = 0) -> None:
         self.tokens = tokens
         self.source = source
+        self.work = work
         self.position = position
+        self._ends: dict[int, int] = {}  # of blocks, by the position of the brace that opens one
 
     def at(self, position: int) -> Cursor:
-        return Cursor(self.tokens, self.source, position)
+        found = Cursor(self.tokens, self.source, self.work, position)
+        found._ends = self._ends
+        return found
+
+    def spend(self, steps: int) -> None:
+        """Of the work that a text may ask for: about four microseconds, or 100 bytes, a step."""
+        self.work.left -= steps
+        if self.work.left < 0:
+            self.fail(
+                f"what the text asks for up to here takes more than {self.work.limit} steps to write out; if its "
+                "loops, gates and subroutines are meant to make so many operations, give a higher limit="
+            )
 
     @property
     def token(self) -> Token:
@@ -104,15 +126,20 @@ class Cursor:
 
     def fail(self, message: str, token: Token | None = None) -> NoReturn:
         token = token or self.token
+        if len(message) > _LONGEST_MESSAGE:  # it has a name or a number of the text
+            message = f"{message[: _LONGEST_MESSAGE // 2]} ... {message[-_LONGEST_MESSAGE // 2 :]}"
         raise QasmError(f"{self.source}:{token.line}:{token.column}: {message}")
 
     def block_end(self) -> int:
         """The position of the brace that closes the block that opens here."""
+        if self.position in self._ends:
+            return self._ends[self.position]
         depth, start = 0, self.token
         for position in range(self.position, len(self.tokens)):
             token = self.tokens[position]
             if token.kind == "symbol":
                 depth += {"{": 1, "}": -1}.get(token.text, 0)
                 if token.text == "}" and depth == 0:
+                    self._ends[self.position] = position
                     return position
         raise QasmError(f"{self.source}:{start.line}:{start.column}: this block is never closed")

@@ -92,6 +92,8 @@ class Writer:
                 return [f"barrier {wire};"]
             case "reset":
                 return [f"{prefix}reset {wire};"]
+            case "unfinished":
+                raise UsageError("a 'while' on measured bits is unrolled when it is read, and cannot be written again")
             case "measure":
                 bit = self._bit(operation.bits[0])
                 return [
