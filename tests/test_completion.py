@@ -53,6 +53,7 @@ def _completions(name: str, folder: Path, words: list[str]) -> list[str]:
     return sorted(line.partition("\t")[0] for line in ran.stdout.splitlines() if line)
 
 
+@pytest.mark.thorough
 def test_in_the_line_editor_of_zsh(tmp_path: Path) -> None:
     """Its completion system runs nowhere else: keys are typed into a terminal."""
     folder = _folder("zsh", tmp_path)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # its import replaces torch.manual_seed, which is torch's own doing
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
@@ -185,6 +186,7 @@ def require_unchanged(before: dict[tuple[str, str], Any], keys: Any, others: lis
     assert torch._C._dispatch_tls_local_include_set() == keys
 
 
+@pytest.mark.thorough
 def test_torch_is_as_it_was_after_all_that_unisono_does(pools: Pools) -> None:
     pools("gloo", 2).run(uses_everything)
 

@@ -6,6 +6,7 @@ The names below load what they need on first use, so that `import unisono` stays
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from unisono.graph.program.program import Program as Program
     from unisono.launch.spawn import spawn as spawn
     from unisono.mesh.mesh import Mesh as Mesh
+    from unisono.mesh.named_groups import grouped as grouped
     from unisono.mesh.placement import Partial as Partial
     from unisono.mesh.placement import Replicate as Replicate
     from unisono.mesh.placement import Shard as Shard
@@ -59,6 +61,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# torch.cuda.is_available() then asks NVML and leaves CUDA alone: a process that has initialised it cannot fork ranks.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 _HOME = {
     "Accuracy": "unisono.train.metrics",
     "BatchLoss": "unisono.parallel.loss.batch_loss",
@@ -86,6 +91,7 @@ _HOME = {
     "Replicate": "unisono.mesh.placement",
     "Shard": "unisono.mesh.placement",
     "export_weights": "unisono.train.checkpoint.weights",
+    "grouped": "unisono.mesh.named_groups",
     "import_weights": "unisono.train.checkpoint.weights",
     "init": "unisono.comm.rendezvous.world",
     "is_initialized": "unisono.comm.rendezvous.world",

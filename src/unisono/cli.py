@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import signal
 import sys
@@ -12,7 +11,9 @@ from typing import Any, NoReturn
 
 import unisono
 from unisono.comm import bench_command, doctor
-from unisono.errors import UnisonoError, UsageError
+from unisono.comm.watchdog import attach
+from unisono.compat.aliases import ALIASES, COMPAT
+from unisono.errors import UnisonoError, UsageError, did_you_mean
 from unisono.explain import command as explain_command
 from unisono.launch import command as run_command
 from unisono.launch import completion
@@ -42,21 +43,21 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            near = difflib.get_close_matches(str(value), list(map(str, action.choices)), 1)
+            near = did_you_mean(str(value), map(str, action.choices))
             if near:
-                raise argparse.ArgumentError(action, f"invalid choice: {value!r} (did you mean {near[0]}?)")
+                raise argparse.ArgumentError(action, f"invalid choice: {value!r}{near}")
         super()._check_value(action, value)
 
     def _suggestion(self, words: Sequence[str]) -> str:
         known = self._option_string_actions
         for option in (word.partition("=")[0] for word in words if word.startswith("--")):
-            if option not in known and (near := difflib.get_close_matches(option, known, 1)):
-                return f" (did you mean {near[0]}?)"
+            if option not in known and (near := did_you_mean(option, known)):
+                return near
         return ""
 
 
 def add_run(subparsers: Any) -> None:
-    run_command.add_parser(subparsers, _require_plan)
+    run_command.add_parser(subparsers, _require_plan, ALIASES, COMPAT)
 
 
 def _require_plan(text: str, ranks: int) -> None:
@@ -79,6 +80,7 @@ SUBCOMMANDS = (
     doctor.add_parser,
     verify_command.add_parser,
     plan_command.add_parser,
+    attach.add_parser,
     report_command.add_parser,
     explain_command.add_parser,
     qsim_command.add_parser,

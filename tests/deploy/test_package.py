@@ -61,13 +61,14 @@ def test_the_release_workflow_runs_targets_of_the_makefile() -> None:
 
 
 def test_another_torch_is_never_a_cuda_build() -> None:
-    words = ["make", "--dry-run", "test-torch", "VERSION=2.12.0", "TESTS=tests/comm"]
+    words = ["make", "--dry-run", "test-torch", "VERSION=2.12.0", "TORCH_INDEX=cpu-builds", "TESTS=tests/comm"]
     printed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout
-    assert "--no-deps --index-url https://download.pytorch.org/whl/cpu torch==2.12.0" in printed
+    assert "--no-deps --index-url cpu-builds torch==2.12.0" in printed
     assert ".venv-torch-2.12.0/bin/python -m pytest" in printed
-    refused = subprocess.run(["make", "test-torch"], cwd=ROOT, capture_output=True, text=True)
-    assert refused.returncode != 0
-    assert refused.stderr.startswith("which torch? make test-torch VERSION=2.12.0\n")
+    for given, sentence in [([], "which torch? make test-torch"), (["VERSION=2.12.0"], "TORCH_INDEX= is missing")]:
+        refused = subprocess.run(["make", "test-torch", *given], cwd=ROOT, capture_output=True, text=True)
+        assert refused.returncode != 0
+        assert refused.stderr.startswith(sentence)
 
 
 @pytest.fixture(scope="module")

@@ -108,7 +108,7 @@ def test_the_site_has_every_page() -> None:
 
 def test_translations_have_the_same_blocks() -> None:
     """So that they run once, and cannot fall behind."""
-    pairs = [(ROOT / "README.md", ROOT / "README.zh.md")]
+    pairs = [(folder / "README.md", folder / "README.zh.md") for folder in (ROOT, ROOT / "examples" / "seeds")]
     chinese = ROOT / "docs" / "zh"
     pairs += [(ROOT / "docs" / page.relative_to(chinese), page) for page in sorted(chinese.rglob("*.md"))]
     assert len(pairs) > 10

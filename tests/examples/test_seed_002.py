@@ -105,8 +105,9 @@ def test_the_summary_tables_are_those_of_the_programs() -> None:
     assert run_example("seeds/002_paddle/changes.py").text.strip() == changes.page().strip()
     stale = "docs/seeds/002.md is stale; run python examples/seeds/002_paddle/changes.py --write"
     assert changes.PAGE.read_text() == changes.page(), stale
+    assert changes.CHINESE_PAGE.read_text() == changes.chinese_page(), stale
     written = run_example("seeds/002_paddle/changes.py", number=1).text
-    assert written == "docs/seeds/002.md is up to date\n"
+    assert written == "docs/seeds/002.md is up to date\ndocs/zh/seeds/002.md is up to date\n"
     assert {row.file for rows in changes.TABLES.values() for row in rows} == set(PROGRAMS)
 
 

@@ -232,6 +232,7 @@ def test_text_page_and_drawing(tmp_path: Path, capsys: pytest.CaptureFixture[str
     folder = tmp_path / "graphs"
     given = ["--html", str(page), "--svg", str(drawing), "--save-graphs", str(folder)]
     assert main(["explain", GPT, "--plan", "tp=2", "--rank", "1", *given]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"wrote {file}" for file in (page, drawing, folder)]
     assert "linear(" in page.read_text()
     assert ">all_reduce<" in drawing.read_text()
     assert {file.parent.name for file in folder.glob("*/program.txt")} == {"rank_0", "rank_1"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +240,35 @@ def test_torch() -> None:
         x.grad = None
     for found, expected in zip(*results, strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-10)
+
+
+@pytest.fixture
+def jax() -> Iterator[Any]:
+    """In double precision, which jax has to be told."""
+    module = pytest.importorskip("jax", reason="jax is not installed")
+    module.config.update("jax_enable_x64", True)
+    yield module
+    module.config.update("jax_enable_x64", False)
+
+
+@pytest.mark.parametrize("device_vjp", [False, True])
+def test_jax(jax: Any, device_vjp: bool) -> None:
+    x = jax.numpy.array(np.array(angles()))
+    node = qml.QNode(several, UnisonoQubit(4), interface="jax", diff_method="adjoint", device_vjp=device_vjp)
+    reference = qml.QNode(several, qml.device("default.qubit"), interface="jax", diff_method="backprop")
+
+    def cost(node: Any) -> Callable[[Any], Any]:
+        return lambda x: jax.numpy.stack(node(x)) @ jax.numpy.array([1.0, -2.0, 0.5])
+
+    np.testing.assert_allclose(jax.numpy.stack(node(x)), jax.numpy.stack(reference(x)), atol=1e-10)
+    expected = jax.grad(cost(reference))(x)
+    np.testing.assert_allclose(jax.grad(cost(node))(x), expected, atol=1e-10)
+    np.testing.assert_allclose(jax.jit(jax.grad(cost(node)))(x), expected, atol=1e-10)
+    np.testing.assert_allclose(
+        jax.jacrev(lambda x: jax.numpy.stack(node(x)))(x),
+        jax.jacrev(lambda x: jax.numpy.stack(reference(x)))(x),
+        atol=1e-10,
+    )
 
 
 def test_products_with_a_jacobian() -> None:

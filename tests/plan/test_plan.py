@@ -62,10 +62,20 @@ def test_the_mesh_of_a_plan() -> None:
     assert plan.fit(120) is plan
 
 
+def test_names_of_other_frameworks() -> None:
+    for name in ("gpipe", "GPipe", "F-then-B", "FThenB"):
+        assert Plan.parse(f"pp=2,microbatches=2,schedule={name}") == Plan(pp=2, microbatches=2, schedule="f-then-b")
+    assert Plan(schedule="1F1B") == Plan(schedule="pipedream-flush") == Plan()
+    stages = [Plan.parse(f"dp=2,zero={name}").zero for name in ("os", "os_g", "p_g_os", "SHARD_GRAD_OP", "FULL_SHARD")]
+    assert stages == [1, 2, 3, 2, 3]
+    assert Plan(dp=2, zero="os_g") == Plan(dp=2, zero=2)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("dp=2,qp=3", "unknown key 'qp'; known are dp, tp, pp"),
+        ("dp=2,microbatch=4", r"unknown key 'microbatch' \(did you mean microbatches\?\); known are dp"),
         ("dp=2,dp=3", "dp is given twice"),
         ("dp=two", "dp=two; expected a whole number"),
         ("dp", "dp needs a value"),
@@ -77,7 +87,9 @@ def test_the_mesh_of_a_plan() -> None:
         ("sp", "but tp=1"),
         ("dp=3,ep=2", "ep=2 does not divide dp=3"),
         ("context=spiral", "expected one of ring, ulysses"),
-        ("schedule=gpip", "expected one of naive"),
+        ("schedule=gpip", "did you mean f-then-b\\? expected one of naive"),
+        ("pp=2,schedule=pipedream", "keeps .stashes. the weights .* use 1f1b"),
+        ("dp=2,zero=p_g", "expected a whole number"),
         ("offload", "give zero=1, 2 or 3"),
         ("pp=2,chunks=2", "one stage a rank"),
         ("dp=4,shard=2", "zero=0; give zero=1, 2 or 3"),

@@ -51,6 +51,7 @@ def test_a_model_that_fits_one_device_is_replicated() -> None:
     assert (plan.dp, plan.tp, plan.pp, plan.cp) == (8, 1, 1, 1)
 
 
+@pytest.mark.thorough
 def test_a_larger_model_is_cut_and_fits() -> None:
     search = Search(profile(layers=48, width=8192), 64, H100)
     result = search.run(5)

@@ -233,6 +233,7 @@ def expected(made: Schedule) -> dict[str, float]:
     return values
 
 
+@pytest.mark.thorough
 def test_between_real_ranks(ranks4: RankPool) -> None:
     listed = [*every_pipeline(4, 6), schedule("1f1b", 2, 5), forward_only(schedule("zbv", 4, 3))]
     for (made, way), *parts in zip(product(listed, WAYS), *ranks4.run(work, listed), strict=True):

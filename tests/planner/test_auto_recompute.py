@@ -49,6 +49,7 @@ def test_a_limit_that_nothing_fits_is_one_sentence() -> None:
         resolve_recompute(Plan(recompute="auto:1KiB"), None, CPU)
 
 
+@pytest.mark.thorough
 def test_under_a_trainer_and_an_engine(pools: Callable[[str, int], RankPool]) -> None:
     for plans, sentence in pools("gloo", 2).run(_chosen):
         assert plans == ["dp=2", "dp=2"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from tests.ranks import RankPool
+from unisono.cli import main
 from unisono.plan.hardware.spec import Hardware
 from unisono.plan.hardware.toml import read_hardware
 from unisono.planner.measure import machine
@@ -50,6 +53,7 @@ def _twice(comm: Any, folder: str) -> tuple[Hardware, Hardware, int, list[str], 
     return first, again, count, files, named
 
 
+@pytest.mark.thorough
 def test_a_machine_is_measured_once(pools: Callable[[str, int], RankPool], tmp_path: Path) -> None:
     (first, again, count, files, named), other = pools("gloo", 2).run(_twice, str(tmp_path / "cache"))
     assert (first, again) == other[:2]
@@ -77,3 +81,14 @@ def _damaged(comm: Any, folder: str) -> bool:
 
 def test_a_file_that_cannot_be_read_is_measured_again(pools: Callable[[str, int], RankPool], tmp_path: Path) -> None:
     assert all(pools("gloo", 2).run(_damaged, str(tmp_path / "cache")))
+
+
+def test_the_command_prints_its_file_as_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "measure", lambda *given: read_hardware("h100"))
+    assert main(["bench", "hardware", "--json"]) == 0
+    tables = json.loads(capsys.readouterr().out)
+    assert main(["bench", "hardware"]) == 0
+    assert tables == tomllib.loads(capsys.readouterr().out)
+    assert tables["machine"]["devices_per_node"] == 8

@@ -157,6 +157,9 @@ def test_the_command_takes_precision_memory_and_compile(capsys: pytest.CaptureFi
     assert told["usable_memory"] == 80 * 2**30
     assert all(each["plan"].endswith("compile") for each in told["plans"])
     assert "partitioner" in told["assumed"][0]
+    assert main([*words, "--quiet"]) == 0
+    printed = capsys.readouterr().out.strip()
+    assert str(Plan.parse(printed)) == printed
     for option, value, message in (
         ("--memory", "80", "--memory 80: expected the memory that a rank may need, as 80GiB or 80GB"),
         ("--memory", "0GiB", "--memory 0GiB: expected"),

@@ -98,6 +98,7 @@ def judged(comm: Communicator, plan: str) -> Verdict:
     return verify_here(comm, Task(mixtral, loss_of_logits, adam, sentences), uni.Plan.parse(plan), steps=1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("plan", ["dp=2,zero=3", "tp=2"])
 def test_a_mixture_as_built_by_default(pools: Callable[[str, int], RankPool], plan: str) -> None:
     verdict = pools("gloo", 2).run(judged, plan)[0]

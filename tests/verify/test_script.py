@@ -68,6 +68,7 @@ def test_what_a_script_trains_is_a_task(tmp_path: Path, train: str) -> None:
     assert (sorted(map(tuple, task.batch(1)[0].tolist())) == first) == ("run" in train)
 
 
+@pytest.mark.thorough
 def test_a_script_is_verified_and_its_plan_overridden(tmp_path: Path) -> None:
     script = _script(tmp_path)
     verified = Run(["verify", script, "--plan", "tp=2", "--json"], tmp_path).finish()

@@ -39,7 +39,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_refused_plan_gives_1_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", f"{TASKS}:conv", "--plan", "dp=2,microbatches=2"]) == 1
+    assert main(["verify", f"{TASKS}:conv", "--plan", "dp=2,microbatches=2", "--quiet"]) == 1
     shown = capsys.readouterr().out
     assert "refused" in shown
     assert "BatchNorm" in shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import warnings
 from pathlib import Path
@@ -31,6 +32,8 @@ def add_parser(subparsers: Any) -> None:
     add("--html", metavar="FILE", help="write a page with a search box instead of text")
     add("--svg", metavar="FILE", help="write a drawing, collectives in colour")
     add("--save-graphs", metavar="DIR", help="write the program of every rank; with --mesh after each pass")
+    add("--json", action="store_true", help="print the program as JSON")
+    add("--quiet", action="store_true", help="print only warnings: the program is in the files that are named")
     parser.set_defaults(handler=run)
 
 
@@ -40,15 +43,24 @@ def run(chosen: argparse.Namespace) -> int:
     from unisono.graph.render.text import as_text
 
     name = chosen.task.rpartition("/")[2]
+    files = [file for file in (chosen.html, chosen.svg, chosen.save_graphs) if file]
+    if chosen.quiet and not files:
+        raise UsageError("--quiet prints nothing, and no file is named; add --html, --svg or --save-graphs")
     try:
         title, listing = _of_plan(chosen, name) if chosen.mesh is None else _of_mesh(chosen, name)
         for file, drawn in ((chosen.html, as_page), (chosen.svg, as_svg)):
             if file:
-                Path(file).write_text(drawn(listing, title))
+                Path(file).write_text(drawn(listing, title), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {error.filename}: {error.strerror}; name a path that can be written") from None
-    if not chosen.html and not chosen.svg:
-        print(as_text(listing, title))
+    if chosen.json:
+        print(json.dumps({"title": title, **listing.as_json(), "files": files}, indent=1))
+        return 0
+    if not chosen.quiet:
+        if not chosen.html and not chosen.svg:
+            print(as_text(listing, title))
+        for file in files:
+            print(f"wrote {file}")
     return 0
 
 

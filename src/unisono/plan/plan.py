@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
-from unisono.errors import UsageError
+from unisono.errors import UsageError, did_you_mean
 from unisono.plan.format import parse_bytes
 from unisono.plan.schedules import schedule as schedules
 
@@ -27,6 +27,8 @@ RECOMPUTE = ("none", "selective", "attention", "full")
 RUN_ONCE = ("none", "selective", "attention")  # of these, those under which the code of every module runs once
 _AUTO = "auto:"  # recompute=auto:12GiB: the fastest of RECOMPUTE with which a rank needs no more than that
 CONTEXT = ("ring", "ulysses")
+
+_LONGEST = 500  # characters of a plan in words
 
 # Words of a plan string that differ from the field's name.
 _SHORT = {"sequence": "sp"}
@@ -76,6 +78,8 @@ class Plan:
     boundaries: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "zero", _stage_named(self.zero))
+        object.__setattr__(self, "schedule", schedules.named(self.schedule))
         for name in ("dp", "tp", "pp", "cp", "ep", "microbatches", "chunks"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -88,8 +92,6 @@ class Plan:
                 raise UsageError(f"plan: {name}={getattr(self, name)!r}; expected True or False")
         _one_of("context", self.context, CONTEXT)
         self._check_recompute()
-        if self.schedule not in schedules.NAMES:
-            raise UsageError(f"plan: schedule={self.schedule}; expected one of {', '.join(schedules.NAMES)}")
         if self.dp % self.ep:
             raise UsageError(
                 f"plan: ep={self.ep} does not divide dp={self.dp}; experts are sharded over a part of the data ranks"
@@ -156,12 +158,15 @@ class Plan:
         Args:
             text: As "dp=2,tp=2,zero=1,sp".
         """
+        if len(text) > _LONGEST:
+            raise UsageError(f"plan {text[:40]!r} ...: a text of {len(text)} characters; expected at most {_LONGEST}")
         known = {_SHORT.get(field.name, field.name): field for field in fields(cls)}
         given: dict[str, Any] = {}
         for word in filter(None, (word.strip() for word in text.split(","))):
             key, equals, value = word.partition("=")
             if key not in known:
-                raise UsageError(f"plan {text!r}: unknown key {key!r}; known are {', '.join(known)}")
+                near = did_you_mean(key, known)
+                raise UsageError(f"plan {text!r}: unknown key {key!r}{near}; known are {', '.join(known)}")
             name = known[key].name
             if name in given:
                 raise UsageError(f"plan {text!r}: {key} is given twice")
@@ -225,6 +230,14 @@ class Plan:
         return replace(self, **changes)
 
 
+# What others call ZeRO's stages: group_sharded_parallel's levels, and FSDP's sharding strategies.
+_STAGES = {"os": 1, "os_g": 2, "p_g_os": 3, "no_shard": 0, "shard_grad_op": 2, "full_shard": 3}
+
+
+def _stage_named(given: Any) -> Any:
+    return _STAGES.get(given.lower(), given) if isinstance(given, str) else given
+
+
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise UsageError(f"plan: {name}={value}; expected one of {', '.join(known)}")
@@ -239,6 +252,8 @@ def _value(text: str, key: str, value: str, has_value: bool, default: Any) -> An
         raise UsageError(f"plan {text!r}: {key}={value}; {key} is a flag: write it alone")
     if not has_value or not value:
         raise UsageError(f"plan {text!r}: {key} needs a value: {key}={default}")
+    if key == "zero" and value.lower() in _STAGES:
+        return _STAGES[value.lower()]
     if isinstance(default, int):
         try:
             return int(value)
@@ -246,7 +261,7 @@ def _value(text: str, key: str, value: str, has_value: bool, default: Any) -> An
             raise UsageError(f"plan {text!r}: {key}={value}; expected a whole number") from None
     if key == "boundaries":
         words = value.split("+")
-        if not all(word.isdigit() for word in words):
+        if not all(word.isascii() and word.isdigit() for word in words):
             raise UsageError(f"plan {text!r}: boundaries={value}; expected the first block of each stage: 0+6+12")
         return tuple(map(int, words))
     if key == "recompute" and value not in RECOMPUTE and not value.startswith(_AUTO) and value != _AUTO[:-1]:

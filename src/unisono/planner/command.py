@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+import tomllib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ def add_parser(subparsers: Any) -> None:
     add("--rank", type=int, default=0, metavar="R", help="the rank to run (default: 0)")
     add("--activations", action="store_true", help="what one sample's activations take, layer by layer; no search")
     add("--json", action="store_true", help="print all of it as JSON")
+    add("--quiet", action="store_true", help="print the plan alone, as --plan of unisono run takes it")
     parser.set_defaults(handler=run)
 
 
@@ -92,6 +94,8 @@ def run(chosen: argparse.Namespace) -> int:
                 indent=1,
             )
         )
+    elif chosen.quiet:
+        print(result.best.plan)
     else:
         _show(search, result, rejected, seconds, tried, notes)
     return 0
@@ -233,6 +237,7 @@ def add_bench_kind(kinds: Any) -> None:
     add("-n", "-np", dest="n", type=int, default=2, metavar="N", help="ranks that share the machine (default: 2)")
     add("--backend", choices=("gloo", "mpi"), help="default: gloo")
     add("--brief", action="store_true", help="in some seconds, for a first look: predictions are further off")
+    add("--json", action="store_true", help="print the same tables as JSON")
     parser.set_defaults(handler=_bench_hardware)
 
 
@@ -245,5 +250,6 @@ def _bench_hardware(chosen: argparse.Namespace) -> int:
     from unisono.planner.measure.machine import measure
 
     comment = f"Measured by `unisono bench hardware` with torch {torch.__version__}."
-    print(write_hardware(measure(chosen.n, chosen.backend, chosen.brief), comment), end="")
+    text = write_hardware(measure(chosen.n, chosen.backend, chosen.brief), comment)
+    print(json.dumps(tomllib.loads(text), indent=1) + "\n" if chosen.json else text, end="")
     return 0

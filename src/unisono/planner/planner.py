@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from unisono.errors import UsageError
 from unisono.graph.capture.autocast import WEIGHT_CAST, Autocast
 from unisono.graph.capture.trace import Trace, trace
+from unisono.mesh.named_groups import NamedParameters
 from unisono.parallel.apply import refuse_what_cannot_be_right
 from unisono.parallel.blocks import Blocks, find_blocks
 from unisono.parallel.checks.optimizer_scope import OptimizerScope, optimizer_scope
@@ -82,7 +83,7 @@ class Planner:
         self._example = _first_samples(example, self._samples)
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise UsageError(f"{type(self.model).__name__} has no parameters to train, so there is nothing to plan for")
-        self._probe = task.optimizer(list(self.model.parameters()))
+        self._probe = task.optimizer(NamedParameters.of(self.model))
         self._keeps_gathered, self._is_captured = keeps_gathered, cudagraph
         self._tp_refusals: dict[int, str | None] = {}
         self._pp_refusals: dict[int, str | None] = {}
@@ -450,7 +451,7 @@ def _measured_state(
     """Bytes of state for an element, and of temporaries while stepping: of a matrix that it is tried on. rounding: of
     steps without master weights."""
     parameter = nn.Parameter(torch.zeros(64, 64, dtype=dtype))
-    optimizer = make([parameter])
+    optimizer = make(NamedParameters([parameter]))
     parameter.grad = torch.zeros_like(parameter)
     if rounding is not None:
         RoundedStep(optimizer, [("parameter", parameter)], rounding, lambda: (0, 0))

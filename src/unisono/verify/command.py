@@ -36,6 +36,7 @@ def add_parser(subparsers: Any) -> None:
     add("--dtype", choices=("float64", "float32", "bfloat16", "float16"), default="float64")
     add("--timeout", type=float, metavar="S", help="seconds that a collective may block (default: 600)")
     add("--json", action="store_true", help="print the verdict as JSON")
+    add("--quiet", action="store_true", help="print only plans that are not equivalent; the exit code has the rest")
     parser.set_defaults(handler=run)
 
 
@@ -72,7 +73,7 @@ def _run_one(chosen: argparse.Namespace, plan: Plan | ProgramSpec) -> int:
     verdict = verify(_task(chosen), plan, None, chosen.backend, chosen.steps, chosen.dtype, chosen.timeout)
     if chosen.json:
         print(json.dumps(verdict.as_json(), indent=1))
-    else:
+    elif not (chosen.quiet and verdict.equivalent):
         _show(verdict)
     return 0 if verdict.equivalent else 1
 
@@ -106,6 +107,11 @@ def _run_all(chosen: argparse.Namespace) -> int:
     if chosen.json:
         verdicts = verify_all(task, plans, *how, timeout=chosen.timeout)
         print(json.dumps(_as_json(chosen, verdicts), indent=1))
+    elif chosen.quiet:
+        verdicts = verify_all(task, plans, *how, timeout=chosen.timeout)
+        for verdict in verdicts:
+            if not verdict.equivalent and not verdict.refusal:
+                _show(verdict)
     else:
         grid.begin()
         verdicts = verify_all(task, plans, *how, on_verdict=grid.show, timeout=chosen.timeout)

@@ -26,6 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.comm.communicator import Communicator
+from unisono.mesh.named_groups import NamedParameters
 from unisono.mesh.random.state import RandomState
 from unisono.parallel.expert.expert import collect_aux
 from unisono.parallel.float8 import in_float8
@@ -245,7 +246,7 @@ def plain_step(
 def _take_plain_step(
     model: nn.Module, job: TrainingSetup, batch: tuple[Any, Any], step: FingerprintRecord, state: ModelSnapshot
 ) -> None:
-    optimizer = job.optimizer(list(model.parameters()))
+    optimizer = job.optimizer(NamedParameters.of(model))
     masters = job.precision.update_on_one_device(optimizer, model, lambda: (job.seed, job.step))
     begun = {name: copy.detach().clone() for name, copy in masters.copies.items()}
     named = {**dict(model.named_parameters()), **masters.copies}

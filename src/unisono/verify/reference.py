@@ -81,7 +81,8 @@ class ReferenceProcess:
         return None
 
     def _request(self, rounding: float, noise: float) -> None:
-        self._path(rounding, noise, "wanted").touch()
+        with contextlib.suppress(FileExistsError):
+            self._path(rounding, noise, "wanted").touch(exist_ok=False)  # else it would touch what a link points to
 
     def _wait(self, rounding: float, noise: float, within: float = float("inf")) -> None:
         path, deadline = self._path(rounding, noise, "record"), time.monotonic() + within

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from unisono.comm.rendezvous.solo import alone
 from unisono.mesh.deferred_init.seeded_init import build, in_dtype
 from unisono.mesh.mesh import Mesh
+from unisono.mesh.named_groups import NamedParameters
 from unisono.mesh.random.state import RandomState
 from unisono.parallel.apply import deferred_for, parallelize
 from unisono.parallel.compile.regions import modules_in_regions
@@ -84,7 +85,7 @@ def plain_record(
     model = in_dtype(build(task.model, seed), dtype)
     random = RandomState(seed)
     random.name_modules(model)
-    optimizer = task.optimizer(list(model.parameters()))
+    optimizer = task.optimizer(NamedParameters.of(model))
     float8 = precision.float8(model).chosen
     masters = precision.update_on_one_device(optimizer, model, lambda: (seed, random.step))
     named = {**dict(model.named_parameters()), **masters.copies}  # what the optimizer updates

@@ -9,6 +9,7 @@ points (FLOPs of one call, share of the peak) or one share for all sizes.
 from __future__ import annotations
 
 import math
+import os
 import re
 import tomllib
 from dataclasses import MISSING, fields
@@ -17,9 +18,11 @@ from typing import Any
 
 from unisono.errors import UsageError
 from unisono.plan.hardware.spec import Curve, Hardware, Link
+from unisono.regular_files import read_text
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _UNITS |= {f"{unit}i": 1 << (10 * power) for power, unit in enumerate("KMGTP", start=1)}
+_LARGEST = 1 << 20  # bytes of a file
 _MACHINES = Path(__file__).with_name("machines")
 
 # Keys of each table and how each is read: the names of methods of `_TomlReader`.
@@ -50,15 +53,18 @@ _DEFAULTS = {field.name: field.default for field in fields(Hardware) if field.de
 def read_hardware(path: str | Path) -> Hardware:
     """The hardware of a TOML file, or of one that comes with unisono by its bare name (h100, a100, h200)."""
     file = Path(path)
-    if not file.is_file() and (_MACHINES / f"{path}.toml").is_file():
+    if not os.path.exists(file) and os.path.exists(_MACHINES / f"{path}.toml"):
         file = _MACHINES / f"{path}.toml"
-    if not file.is_file():
+    if not os.path.exists(file):
         known = ", ".join(sorted(each.stem for each in _MACHINES.glob("*.toml")))
         raise UsageError(f"hardware: there is no file {path}; give a TOML file, or one of: {known}")
     try:
-        return _TomlReader(str(file)).hardware(tomllib.loads(file.read_text()))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"hardware {file}: not TOML: {error}") from None
+        given = tomllib.loads(read_text(file, _LARGEST))
+    except OSError as error:
+        raise UsageError(f"hardware {file}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"hardware {file}: not TOML: {str(error)[:200]}") from None
+    return _TomlReader(str(file)).hardware(given)
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -140,7 +146,7 @@ class _TomlReader:
         }
 
     def _fail(self, what: str) -> None:
-        raise UsageError(f"hardware {self.file}: {what}")
+        raise UsageError(f"hardware {self.file}: {what if len(what) < 600 else what[:300] + ' ... ' + what[-200:]}")
 
     def _known(self, table: str, given: dict[str, Any], known: tuple[str, ...]) -> None:
         if not isinstance(given, dict):

@@ -22,7 +22,7 @@ _ANSI: dict[Kind, int] = {"F": 44, "B": 42, "I": 46, "W": 43}  # terminal backgr
 GAP = "·"
 
 
-def summary(timeline: Timeline) -> str:
+def summary(timeline: Timeline, unit: str = "") -> str:
     """One line: the schedule, its size, its length, its bubble, and the most activations that a rank keeps."""
     schedule = timeline.schedule
     chunks = f" × {schedule.chunks} stages" if schedule.chunks > 1 else ""
@@ -30,9 +30,10 @@ def summary(timeline: Timeline) -> str:
     if timeline.period < timeline.makespan:
         bubble += f" ({timeline.bubble_fraction(barrier=False):.1%} when steps follow without a barrier)"
     most = max(peak(schedule, rank) for rank in range(schedule.ranks)) / schedule.chunks
+    length = f"{timeline.makespan:.4g} {unit}" if unit else f"{timeline.makespan:g}"
     return (
         f"{schedule.name}: {_count(schedule.ranks, 'rank')}{chunks}, {_count(schedule.microbatches, 'microbatch')}, "
-        f"length {timeline.makespan:g}, {bubble}, at most {_count(most, 'microbatch')} kept"
+        f"length {length}, {bubble}, at most {_count(most, 'microbatch')} kept"
     )
 
 
@@ -109,8 +110,8 @@ class _Frame:
         return self.top + rank * self.row
 
 
-def draw_svg(timeline: Timeline, width: int = 1200) -> str:
-    """The timeline as one self-contained SVG file, `width` pixels wide."""
+def draw_svg(timeline: Timeline, width: int = 1200, unit: str = "") -> str:
+    """The timeline as one self-contained SVG file, `width` pixels wide. unit: of times; "" where a forward costs 1."""
     margins = _Frame(scale=1)
     frame = _Frame(scale=(width - margins.left - margins.right) / timeline.makespan)
     ranks = timeline.schedule.ranks
@@ -120,13 +121,13 @@ def draw_svg(timeline: Timeline, width: int = 1200) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         'role="img" font-family="system-ui, Helvetica, Arial, sans-serif" font-size="12" fill="#1f2328">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        f'<text x="12" y="24" font-size="14" font-weight="600">{escape(summary(timeline))}</text>',
+        f'<text x="12" y="24" font-size="14" font-weight="600">{escape(summary(timeline, unit))}</text>',
         f'<text x="{width - frame.right + 8}" y="{frame.top - 8}" fill="#59636e">idle · kept</text>',
         *_legend(timeline, frame),
     ]
     for rank in range(ranks):
         parts += _row(timeline, rank, frame, labels)
-    parts += _axis(timeline, frame)
+    parts += _axis(timeline, frame, unit or "forward = 1")
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -174,7 +175,7 @@ def _box(span: Span, opacity: float, y: int, frame: _Frame, labels: _Labels) -> 
         )
 
 
-def _axis(timeline: Timeline, frame: _Frame) -> Iterator[str]:
+def _axis(timeline: Timeline, frame: _Frame, unit: str) -> Iterator[str]:
     y = frame.y(timeline.schedule.ranks) + 4
     step = _tick_step(timeline.makespan)
     for tick in range(int(timeline.makespan / step) + 1):
@@ -182,7 +183,7 @@ def _axis(timeline: Timeline, frame: _Frame) -> Iterator[str]:
         x = frame.x(time)
         yield f'<line x1="{x}" y1="{y}" x2="{x}" y2="{y + 5}" stroke="#8c959f"/>'
         yield f'<text x="{x}" y="{y + 19}" text-anchor="middle" fill="#59636e">{time:.6g}</text>'
-    yield f'<text x="{frame.left}" y="{y + 38}" fill="#59636e">time</text>'
+    yield f'<text x="{frame.left}" y="{y + 38}" fill="#59636e">time ({escape(unit)})</text>'
 
 
 def _tick_step(length: float) -> float:

@@ -81,7 +81,32 @@ _RECIPES: dict[str, _Recipe] = {
 }
 NAMES: tuple[str, ...] = tuple(_RECIPES)
 SPLIT = tuple(name for name, recipe in _RECIPES.items() if "W" in recipe.backward)  # whose backwards run in halves
-_OTHER_NAMES = {"gpipe": "f-then-b", "zb-h1": "zb1p", "pipedream-flush": "1f1b", "vpp": "interleaved"}
+_OTHER_NAMES = {
+    "gpipe": "f-then-b",
+    "fthenb": "f-then-b",
+    "zb-h1": "zb1p",
+    "zbh1": "zb1p",
+    "pipedream-flush": "1f1b",
+    "vpp": "interleaved",
+}
+
+
+def named(name: str) -> str:
+    """The schedule that a name stands for, as gpipe or Paddle's F-then-B and FThenB; UsageError where it is none."""
+    if name in _RECIPES:
+        return name
+    lower = str(name).lower()
+    if lower in ("pipedream", "pipedream-2bw"):
+        raise UsageError(
+            f"schedule={name}: PipeDream steps after every microbatch and keeps (stashes) the weights that each one "
+            "under way began with, so its gradients are of older weights and its result is not one device's; use 1f1b, "
+            "the same order with one step for each batch (PipeDream-flush)"
+        )
+    if lower not in _RECIPES and lower not in _OTHER_NAMES:
+        near = get_close_matches(lower, [*NAMES, *_OTHER_NAMES], n=1)
+        hint = f"did you mean {_OTHER_NAMES.get(near[0], near[0])}? " if near else ""
+        raise UsageError(f"schedule={name}: {hint}expected one of {', '.join(NAMES)}")
+    return _OTHER_NAMES.get(lower, lower)
 
 
 @lru_cache(maxsize=64, typed=True)
