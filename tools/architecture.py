@@ -4,7 +4,7 @@
     python tools/architecture.py --check    exits 1 if the page's map is not up to date
 
 Each room is a folder of src/unisono. A line gives its folders and the rooms that its modules import, without those that
-are reached through another of them, and without the ground (errors, torch_compat, torch_patches), which all import.
+are reached through another of them, and without the ground (errors, regular_files, ...), which all import.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tools.imports import MAY_IMPORT, SOURCE, imported_layers, layer_of
 
 PAGE = SOURCE.parent.parent / "docs" / "architecture.md"
 BEGIN, END = "<!-- the map, by tools/architecture.py -->", "<!-- the end of the map -->"
-GROUND = {"errors", "torch_compat", "torch_patches", "__init__", "(relative)"}
+GROUND = {"errors", "regular_files", "torch_compat", "torch_patches", "__init__", "(relative)"}
 
 
 def imports_of() -> dict[str, set[str]]:

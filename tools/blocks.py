@@ -71,7 +71,8 @@ class Block:
 
 
 def pages() -> list[Path]:
-    named = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "examples" / "seeds" / "README.md"]
+    seeds = ROOT / "examples" / "seeds"
+    named = [ROOT / "README.md", ROOT / "README.zh.md", seeds / "README.md", seeds / "README.zh.md"]
     return [page for page in named if page.is_file()] + sorted((ROOT / "docs").rglob("*.md"))
 
 

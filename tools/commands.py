@@ -182,11 +182,16 @@ def shell(command: str) -> int:
 
 def job_of(words: Sequence[str]) -> Any:
     """The job (unisono.launch.job.LaunchJob) that `unisono run ...` or `vqnetrun ...` describes."""
+    from unisono.compat import vqnetrun
     from unisono.launch import command
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
     command.add_options(parser)
-    return command.job_of(parser.parse_args(words[1:] if words[0] == "vqnetrun" else words[2:]))
+    if words[0] != "vqnetrun":
+        return command.job_of(parser.parse_args(words[2:]))
+    chosen = parser.parse_args(words[1:])
+    vqnetrun.settle(chosen)
+    return command.job_of(chosen)
 
 
 def is_plain(job: Any) -> bool:
