@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -195,11 +196,15 @@ def job_of(words: Sequence[str]) -> Any:
 
 
 def is_plain(job: Any) -> bool:
-    """Whether nothing is asked of the job but so many ranks of a script on this machine, over gloo."""
+    """Whether nothing is asked of the job but so many ranks of a script on this machine, over gloo; import names that
+    stand for others, which vqnetrun sets, do not count."""
+    from unisono.launch import environment
     from unisono.launch.job import SCRIPT
 
-    bare = ["unisono", "run", "-n", str(job.world), "--backend", job.backend or "auto", job.program.target]
-    is_bare = job == job_of([*bare, *job.program.args])
+    words = ["unisono", "run", "-n", str(job.world), "--backend", job.backend or "auto", job.program.target]
+    bare = job_of([*words, *job.program.args])
+    aliased = {name: value for name, value in job.environment.items() if name == environment.AS}
+    is_bare = job == dataclasses.replace(bare, environment=bare.environment | aliased)
     return is_bare and job.program.kind == SCRIPT and job.backend in (None, "gloo")
 
 
@@ -283,9 +288,11 @@ class _Forked(subprocess.Popen[bytes]):
 def _ranks(job: Any) -> int:
     import unisono as uni
     from unisono.errors import LaunchError
+    from unisono.launch import environment
     from unisono.launch.worker import rank_main
 
     def perform() -> None:
+        os.environ[environment.AS] = job.environment.get(environment.AS, "")
         code = rank_main.run(job.program)
         if code:
             sys.exit(code)

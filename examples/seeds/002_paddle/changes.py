@@ -14,15 +14,15 @@ import argparse
 import ast
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import changes_zh
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 PAGE, CHINESE_PAGE = ROOT / "docs" / "seeds" / "002.md", ROOT / "docs" / "zh" / "seeds" / "002.md"
+CHINESE = HERE / "changes.zh.toml"
 WRAPPERS = ("parallelize", "apply_marks", "to_static", "Engine")
 COLUMNS = ("`__init__` changed", "`forward` changed", "environment, strategy", "wrapping", "loading of data", "loop")
 
@@ -179,24 +179,26 @@ def page() -> str:
 
 
 def chinese_page() -> str:
-    zh = changes_zh
+    zh = tomllib.loads(CHINESE.read_text(encoding="utf-8"))
     tables = [
-        line for title, rows in TABLES.items() for line in (f"## {zh.TITLES[title]}", "", *_chinese_table(rows), "")
+        line
+        for title, rows in TABLES.items()
+        for line in (f"## {zh['titles'][title]}", "", *_chinese_table(rows, zh["columns"], zh["words"]), "")
     ]
     block = INTRODUCTION[INTRODUCTION.index(NOT_RUN) : INTRODUCTION.rindex("```") + 3]
     memory = [NOT_RUN, "```console", COMMAND, f"{MEMORY}```", ""]
-    return "\n".join([zh.INTRODUCTION, block, zh.PRINTED, *tables, zh.DIFFERENCES, *memory, zh.REMARK])
+    return "\n".join([zh["introduction"], block, zh["printed"], *tables, zh["differences"], *memory, zh["remark"]])
 
 
-def _chinese_table(rows: Sequence[Line]) -> Iterator[str]:
+def _chinese_table(rows: Sequence[Line], columns: Sequence[str], words: Mapping[str, str]) -> Iterator[str]:
     """The same cells in Chinese, but for code."""
     _, ruler, *lines = _table(rows)
-    yield f"| | {' | '.join(changes_zh.COLUMNS)} |"
+    yield f"| | {' | '.join(columns)} |"
     yield ruler
-    words = re.compile("|".join(rf"\b{word}\b" for word in changes_zh.WORDS))
+    known = re.compile("|".join(rf"\b{word}\b" for word in words))
     for line in lines:
         parts = re.split("(`[^`]*`)", line)
-        parts[::2] = [words.sub(lambda found: changes_zh.WORDS[found[0]], part) for part in parts[::2]]
+        parts[::2] = [known.sub(lambda found: words[found[0]], part) for part in parts[::2]]
         yield "".join(parts)
 
 
