@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.harness import Run, write_script
+from tests.ranks import free_port
 from unisono.errors import LaunchError, UsageError
 from unisono.launch.outcome import failure
 from unisono.launch.transport import mpiexec
@@ -161,3 +162,31 @@ def test_an_mpiexec_that_fails_is_quoted(tmp_path: Path) -> None:
     done = Run(arguments, tmp_path, {"UNISONO_MPIEXEC": str(tool)}).finish()
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "unisono: mpiexec ended with code 7 when 0 of 2 ranks had started:\nno slots left\n"
+
+
+LATE = """
+import os, sys, time
+import torch
+import unisono as uni
+from unisono.comm.rendezvous import rendezvous
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[1]}
+wait_for_all = rendezvous._wait_for_all
+
+def late(store, info, timeout):
+    hosts = wait_for_all(store, info, timeout)
+    if info.rank == 2:
+        time.sleep(1)
+    return hosts
+
+rendezvous._wait_for_all = late
+print(int(uni.init().all_reduce(torch.ones(1))))
+"""
+
+
+def test_a_rank_that_serves_the_store_does_so_until_all_have_met(tmp_path: Path, variables: dict[str, str]) -> None:
+    """At an address that the program names, rank 0 serves; MPI_Init would stop its thread until rank 2 came, too."""
+    write_script(tmp_path, LATE)
+    arguments = ["run", "-n", "3", "--backend", "mpi", "script.py", str(free_port())]
+    done = Run(arguments, tmp_path, variables).finish()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] 3" for rank in range(3)]

@@ -89,10 +89,11 @@ def test_the_predicted_peak_is_that_of_a_dry_run(precision: str) -> None:
     config = examples.Config(256, 64, 64, 4, 2)  # large enough that activations are most of it
     task = replace(examples.large_gpt("peak", config, batch=8, dtype=torch.float32), precision=precision)
     search = Planner(task, CPU).search(2)
+    low = 0.97 if precision == "fp32" else 0.95  # a CPU without bfloat16 products makes them in temporary float32
     for text in PLANS:
         peak = run_here(task, Plan.parse(text), 0, steps=1).peak
         predicted = search.memory.of_rank(Plan.parse(text), search.stages(Plan.parse(text)), 0).total
-        assert 0.97 * peak < predicted < 1.12 * peak, (text, predicted / peak)
+        assert low * peak < predicted < 1.12 * peak, (text, predicted / peak)
 
 
 def test_halves_need_less_memory_and_time() -> None:

@@ -89,7 +89,18 @@ def rendezvous(info: RankInfo, timeout: float) -> Rendezvous:
     key = None if info.how == launcher_env.ALONE else secret.of_job()
     if key is not None:
         key = hmac.digest(key, b"unisono world " + registry.get("salt"), "sha256")
+        registry.add("met", 1)
+        if info.rank == 0 and not _is_agents(info):
+            _serve_until_all_have_met(registry, info, timeout)
     return Rendezvous(store, _with_local_rank(info, hosts), hosts, key)
+
+
+def _serve_until_all_have_met(registry: dist.Store, info: RankInfo, timeout: float) -> None:
+    """A thread of this process serves the store. What comes next may be MPI_Init, which waits for the other ranks and
+    lets no thread run Python meanwhile: ranks that still asked the store would wait for this one, and it for them."""
+    deadline = time.monotonic() + timeout
+    while registry.add("met", 0) < info.size and time.monotonic() < deadline:
+        time.sleep(0.002)
 
 
 def native_store(met: Rendezvous) -> dist.Store:
