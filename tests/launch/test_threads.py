@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 import threading
 
-from unisono.launch.process_threads import frames_of
+from unisono.launch.process_threads import await_collectives_threads, frames_of
 
 LOOKED_AT = """
 import gc, threading, time
-from unisono.launch.process_threads import frames_of
+from unisono.launch.process_threads import await_collectives_threads, frames_of
 
 main, end = threading.get_ident(), time.monotonic() + 1.5
 rests = []
@@ -56,3 +57,22 @@ def test_frames_come_innermost_first() -> None:
     names = [frame.f_code.co_name for frame in frames_of(threading.get_ident())]
     assert names[:2] == ["frames_of", "test_frames_come_innermost_first"]
     assert frames_of(None) == []
+
+
+def test_threads_of_collectives_are_waited_for_while_they_run() -> None:
+    is_over, begun = threading.Event(), threading.Event()
+
+    def run() -> None:
+        ctypes.CDLL(None).prctl(15, b"pt_gloo_runloop")  # PR_SET_NAME
+        begun.set()
+        while not is_over.is_set():
+            pass
+        threading.Event().wait(0.2)  # asleep, it is not running
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    begun.wait()
+    assert not await_collectives_threads(0.05)
+    is_over.set()
+    assert await_collectives_threads(60)
+    thread.join()

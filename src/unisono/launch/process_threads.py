@@ -11,6 +11,7 @@ import ctypes
 import gc
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -21,6 +22,8 @@ from types import FrameType
 os.register_at_fork(after_in_child=gc.freeze)
 
 _GLOO_THREAD = "gloo_tcp_loop"  # the name that gloo gives its threads
+_COLLECTIVES_THREAD = "pt_gloo_runloop"  # and torch to those in which gloo's collectives run
+_RUNNING = "R"  # in Linux's table of threads: has a core, or waits for one
 _OMP_PAUSE_SOFT = 1  # release the threads, keep the settings
 
 
@@ -96,10 +99,36 @@ def batch_schedule_gloo_threads() -> None:
     preempts the rank on its core, finds the lock taken and spins until the next scheduler tick returns the core to the
     rank: up to four milliseconds for a message of a tenth of one. With SCHED_BATCH it waits until the rank yields.
     """
+    for thread in _threads_named(_GLOO_THREAD):
+        _set_batch(int(thread.name))
+
+
+def await_collectives_threads(seconds: float = 1.0) -> bool:
+    """Wait until none of torch's threads for gloo's collectives is running; call before the interpreter ends.
+
+    Such a thread tells that a collective is done before it lets go of its tensors, and for that it may need the
+    interpreter. One that comes for it when Python is being finalized is ended within a C++ destructor, which aborts
+    the process ("terminate called without an active exception").
+    """
+    deadline = time.monotonic() + seconds
+    while any(_state(thread) == _RUNNING for thread in _threads_named(_COLLECTIVES_THREAD)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def _threads_named(name: str) -> Iterator[Path]:
     for thread in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError):  # the thread may have ended
-            if (thread / "comm").read_text().strip() == _GLOO_THREAD:
-                _set_batch(int(thread.name))
+            if (thread / "comm").read_text().strip() == name:
+                yield thread
+
+
+def _state(thread: Path) -> str:
+    with contextlib.suppress(OSError):
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0]
+    return ""
 
 
 def _set_batch(thread: int) -> None:

@@ -74,7 +74,7 @@ def init(
     assert local_size is not None
     name = backends.choose(backend, requested, info.how, local_size or 1)
     _join(met, name, seconds)
-    atexit.register(_await_joins, met)
+    atexit.register(_leave_at_exit, met)
     _watchdog = Watchdog(met.store, info.rank, info.size, seconds, os.environ.get(environment.CHECK) == "1")
     assert dist.group.WORLD is not None
     _world = Communicator(
@@ -133,6 +133,11 @@ def _join(met: Rendezvous, name: str, seconds: float) -> None:
     met.store.add(_JOINED, 1)
 
 
+def _leave_at_exit(met: Rendezvous) -> None:
+    _await_joins(met)
+    process_threads.await_collectives_threads()
+
+
 def _await_joins(met: Rendezvous) -> None:
     """gloo connects ranks one after the other: were this one gone before all are done, theirs would fail. A program may
     end at once, without `shutdown`."""
@@ -153,7 +158,7 @@ def shutdown() -> None:
         _signed.leave()
         _signed = None
     _watchdog.stop()
-    atexit.unregister(_await_joins)
+    atexit.unregister(_leave_at_exit)
     _await_joins(_rendezvous)
     dist.destroy_process_group()
     _rendezvous.close()
