@@ -11,7 +11,7 @@ from unisono.launch.process_threads import await_collectives_threads, frames_of
 
 LOOKED_AT = """
 import gc, threading, time
-from unisono.launch.process_threads import await_collectives_threads, frames_of
+from unisono.launch.process_threads import frames_of
 
 main, end = threading.get_ident(), time.monotonic() + 1.5
 rests = []

@@ -234,6 +234,23 @@ def test_the_store_does_what_torchs_does(served: StoreServer) -> None:
     own.close()
 
 
+def test_a_key_that_is_deleted_before_the_others_come_is_awaited_again(served: StoreServer) -> None:
+    own = AuthenticatedStore("127.0.0.1", served.port, KEY, SOON)
+    waiting, found = own.clone(), list[list[bytes]]()
+    thread = threading.Thread(target=lambda: found.append(waiting.multi_get(["first", "second"])))
+    thread.start()
+    while not served._waiting:
+        time.sleep(0.01)
+    own.set("first", "old")
+    own.delete_key("first")
+    own.set("second", "2")
+    assert own.num_keys() == 1  # the server is there
+    assert not found
+    own.set("first", "1")
+    thread.join()
+    assert found == [[b"1", b"2"]]
+
+
 def test_the_store_answers_while_it_is_flooded(served: StoreServer) -> None:
     with _flood(served.port):
         for _ in range(20):

@@ -81,7 +81,8 @@ class _Connection:
         self.session: Session | None = None
         self.arrived = bytearray()
         self.unsent = bytearray()
-        self.awaited: set[bytes] = set()  # keys that its request waits for
+        self.keys: Parts = []  # that its request waits for
+        self.awaited: set[bytes] = set()  # those of them that have not come
         self.until = 0.0
         self.answer: Callable[[], Parts] = list  # what it gets once they are there
         self.is_closed = False
@@ -284,7 +285,7 @@ class StoreServer:
             case 3 | 4:  # GET, WAIT: milliseconds, then keys
                 keys = given[1:]
                 connection.answer = (lambda: [values[key] for key in keys]) if kind == GET else list
-                connection.awaited = {key for key in keys if key not in values}
+                connection.keys, connection.awaited = keys, {key for key in keys if key not in values}
                 if not connection.awaited:
                     return connection.answer()
                 connection.until = time.monotonic() + int(given[0]) / 1e3
@@ -307,6 +308,8 @@ class StoreServer:
         self._values[key] = value
         for each in list(self._waiting):
             each.awaited.discard(key)
+            if not each.awaited:  # unless one that had come was deleted
+                each.awaited = {key for key in each.keys if key not in self._values}
             if not each.awaited:
                 self._waiting.discard(each)
                 self._send(each, [DONE, *each.answer()])
