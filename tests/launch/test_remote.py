@@ -285,22 +285,33 @@ def test_a_master_that_others_cannot_reach(hosts: Hosts, tmp_path: Path) -> None
     assert not (tmp_path / "started").exists()
 
 
+MPI_SCRIPT = """
+import os, pathlib, socket, struct
+from mpi4py import MPI
+names = ("UNISONO_HOST", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+print(MPI.COMM_WORLD.allreduce(1), *(os.environ[name] for name in names))
+if MPI.COMM_WORLD.rank == 0:
+    mine = [each.parent for each in pathlib.Path("/proc").glob("[0-9]*/cmdline") if b"script.py" in each.read_bytes()]
+    inodes = {os.readlink(each) for process in mine for each in (process / "fd").iterdir() if each.is_symlink()}
+    for line in pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        words = line.split()
+        if words[3] == "0A" and f"socket:[{words[9]}]" in inodes:  # listens
+            print("launcher", socket.inet_ntoa(struct.pack("=I", int(words[1].partition(":")[0], 16))))
+MPI.COMM_WORLD.Barrier()
+"""
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("flavour", list(WHERE))
 def test_mpi_over_two_hosts(hosts: Hosts, tmp_path: Path, flavour: str) -> None:
     pytest.importorskip("mpi4py")
     if not WHERE[flavour].exists():
         pytest.skip(f"{flavour} is not installed at {WHERE[flavour]}")
-    write_script(
-        tmp_path,
-        "import os\nfrom mpi4py import MPI\n"
-        "names = ('UNISONO_HOST', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')\n"
-        "print(MPI.COMM_WORLD.allreduce(1), *(os.environ[name] for name in names))\n",
-    )
+    write_script(tmp_path, MPI_SCRIPT)
     arguments = ("--backend", "mpi", "-H", "node0:1,node1:2", "script.py")
     done = _run(hosts, tmp_path, *arguments, anew=True, UNISONO_MPIEXEC=str(WHERE[flavour])).finish()
     assert done.returncode == 0, done.stderr
-    lines = ["[0] 3 node0 0 1", "[1] 3 node1 0 2", "[2] 3 node1 1 2"]
+    lines = ["[0] 3 node0 0 1", f"[0] launcher {ADDRESSES[0]}", "[1] 3 node1 0 2", "[2] 3 node1 1 2"]
     assert sorted(done.stdout.splitlines()) == lines
 
 

@@ -79,7 +79,7 @@ def _attempt(
     links = AgentLinks()
     folder = Path(tempfile.mkdtemp(prefix="unisono-mpi-"))
     monitor = Monitor(job, links, console, lambda link: (folder / "log").read_text(errors="replace"))
-    server = network.listen("" if job.elsewhere else "127.0.0.1", 0)
+    server = network.listen_at((address or "") if job.elsewhere else "127.0.0.1", 0)
     process = _start(job, console, folder, f"{secret_file} {server.getsockname()[1]}", address)
     try:
         with ending(monitor):
