@@ -133,6 +133,57 @@ def test_damage_is_named_and_the_one_before_is_taken(trainer: Trainer, tmp_path:
         checkpoints.newest_good()
 
 
+def swap_blocks(path: Path) -> None:
+    """The last two runs of 64 bytes: every byte is still there."""
+    content = path.read_bytes()
+    path.write_bytes(content[:-128] + content[-64:] + content[-128:-64])
+
+
+def with_sha256(folder: Path) -> None:
+    """The checkpoint as earlier versions of unisono wrote it."""
+    manifest = Manifest.read(folder)
+    for name, about in manifest.files.items():
+        checksum = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        manifest.files[name] = {"bytes": about["bytes"], "sha256": checksum}
+    manifest.write(folder)
+
+
+@pytest.mark.parametrize("damage", [flip, swap_blocks])
+@pytest.mark.parametrize("is_old", [False, True])
+def test_damage_is_found_by_today_s_checksum_and_by_that_of_old_files(
+    trainer: Trainer, tmp_path: Path, damage: Any, is_old: bool
+) -> None:
+    checkpoints = uni.Checkpoints(tmp_path)
+    checkpoints.save(trainer, 1)
+    (about,) = Manifest.read(tmp_path / "step-00000001").files.values()
+    assert sorted(about) == ["bytes", "xxh3_128"]
+    if is_old:
+        with_sha256(tmp_path / "step-00000001")
+    restored = make(seed=5)
+    checkpoints.load(restored)
+    assert all(
+        torch.equal(value, restored.model.state_dict()[name]) for name, value in trainer.model.state_dict().items()
+    )
+    damage(file_of(tmp_path, 1))
+    with pytest.raises(CheckpointError, match="does not match its checksum"):
+        checkpoints.load(restored)
+
+
+def test_a_checksum_of_an_unknown_kind_is_refused(trainer: Trainer, tmp_path: Path) -> None:
+    checkpoints = uni.Checkpoints(tmp_path)
+    checkpoints.save(trainer, 1)
+    checkpoints.save(trainer, 2)
+    manifest = Manifest.read(tmp_path / "step-00000002")
+    manifest.files["rank-00000.safetensors"] = {"bytes": 1, "crc64": "00"}
+    manifest.write(tmp_path / "step-00000002")
+    words = r"a checksum 'crc64'; expected xxh3_128 or sha256: was it saved by a newer version"
+    with pytest.raises(CheckpointError, match=words):
+        Manifest.read(tmp_path / "step-00000002")
+    restored = checkpoints.load(trainer)
+    assert restored.step == 1
+    assert "'crc64'" in restored.note
+
+
 def test_what_a_killed_job_left_is_no_checkpoint(trainer: Trainer, tmp_path: Path) -> None:
     checkpoints = uni.Checkpoints(tmp_path)
     checkpoints.save(trainer, 1)
@@ -187,6 +238,9 @@ LIES: dict[str, Any] = {
     "a negative chunk": lambda body: body["tensors"]["model.0.weight"]["chunks"][0].__setitem__(3, -48),
     "the folder above": lambda body: body["files"].update({"..": {"bytes": 4096, "sha256": ""}}),
     "a file with a NUL": lambda body: body["files"].update({"a\0b": {"bytes": 0, "sha256": ""}}),
+    "a file without a checksum": lambda body: body["files"]["rank-00000.safetensors"].pop("xxh3_128"),
+    "a file with two checksums": lambda body: body["files"]["rank-00000.safetensors"].update(sha256=""),
+    "a checksum that is a number": lambda body: body["files"]["rank-00000.safetensors"].update(xxh3_128=3),
     "files without sizes": lambda body: body.update(files={name: {} for name in body["files"]}),
     "no groups": lambda body: body["optimizer"].pop("groups"),
 }

@@ -18,7 +18,7 @@ import torch
 
 from unisono.errors import CheckpointError
 from unisono.regular_files import parse_json, read_json
-from unisono.train.checkpoint.chunk_files import Stored, checksum_of
+from unisono.train.checkpoint.chunk_files import CHECKSUM, CHECKSUMS, Stored, checksum_of
 from unisono.train.checkpoint.inventory import Shapes, dtype_name
 
 NAME = "manifest.json"
@@ -38,7 +38,7 @@ class Manifest:
     passing: list[str]  # buffers that are not in the model's state_dict
     optimizer: dict[str, Any]
     extra: Any
-    files: dict[str, dict[str, Any]]  # {name: {"bytes", "sha256"}}
+    files: dict[str, dict[str, Any]]  # {name: {"bytes", "xxh3_128"}}, or another of CHECKSUMS
     tensors: dict[str, dict[str, Any]] = field(default_factory=dict)  # {name: {"dtype", "shape", "chunks"}}
 
     @property
@@ -93,15 +93,21 @@ class Manifest:
                     f"{folder}: {NAME} puts {name[:200]} in {min(unknown)[:200]!r}, which is not among its files"
                 )
             about["chunks"] = chunks
-        for name in manifest.files:
+        for name, about in manifest.files.items():
             if Path(name).name != name or name == ".." or "\0" in name:
                 raise CheckpointError(f"{folder}: {NAME} names a file outside the checkpoint, {name[:200]!r}")
+            if unknown := set(about) - {"bytes", *CHECKSUMS}:
+                raise CheckpointError(
+                    f"{folder}: {NAME} gives {name[:200]} a checksum {min(unknown)[:60]!r}; expected "
+                    f"{' or '.join(CHECKSUMS)}: was it saved by a newer version of unisono?"
+                )
         return manifest
 
     def _check_form(self) -> None:
         """ValueError, KeyError or TypeError where a value is none that `write` could have written."""
         sizes = {name: _count(each["bytes"]) for name, each in self.files.items()}
-        _require(all(isinstance(each["sha256"], str) for each in self.files.values()), "a checksum")
+        for each in self.files.values():
+            _require([isinstance(each[name], str) for name in CHECKSUMS if name in each] == [True], "a checksum")
         whole = (self.step, self.ranks, self.seed, self.trainer["steps"], self.trainer["skipped"])
         _require(all(isinstance(each, int) for each in whole), "numbers")
         _require(isinstance(self.plan, str) and isinstance(self.passing, list), "the plan or the buffers")
@@ -128,11 +134,12 @@ class Manifest:
         found = []
         for each in self.files if files is None else files:
             path, expected, name = folder / each, self.files[each], each[:200]
+            algorithm = next(each for each in CHECKSUMS if each in expected)
             try:
                 size = path.stat().st_size
                 if size != expected["bytes"]:
                     found.append(f"{name} has {size} bytes and not {expected['bytes']}: truncated or overwritten")
-                elif checksum_of(path) != expected["sha256"]:
+                elif checksum_of(path, algorithm) != expected[algorithm]:
                     found.append(f"{name} does not match its checksum: its bytes have changed")
             except FileNotFoundError:
                 found.append(f"{name} is missing")
@@ -186,7 +193,7 @@ def merged(parts: Sequence[dict[str, Any]], **about: Any) -> Manifest:
             optimizer["state"].setdefault(name, state)
         _merge_groups(optimizer["groups"], part["optimizer"]["groups"])
         _merge_tensors(tensors, part["tensors"])
-    files = {part["file"]: {"bytes": part["bytes"], "sha256": part["sha256"]} for part in parts}
+    files = {part["file"]: {"bytes": part["bytes"], CHECKSUM: part[CHECKSUM]} for part in parts}
     first = parts[0]
     return Manifest(
         trainer=first["trainer"],

@@ -26,7 +26,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from unisono.graph.render.sizes import size_text
-from unisono.train.checkpoint.chunk_files import RankWriter, sync_folder
+from unisono.train.checkpoint.chunk_files import CHECKSUM, RankWriter, sync_folder
 from unisono.train.checkpoint.dcp_planners import ChunkSavePlanner
 from unisono.train.checkpoint.inventory import Inventory
 from unisono.train.checkpoint.manifest import merged
@@ -136,7 +136,7 @@ class Saving:
                 "tensors": writer.stored,
                 "file": writer.path.name,
                 "bytes": writer.size,
-                "sha256": writer.checksum,
+                CHECKSUM: writer.checksum,
             }
             self._write_index(index)
         except OSError as error:
