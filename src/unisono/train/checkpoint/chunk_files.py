@@ -34,7 +34,7 @@ from unisono.train.checkpoint.inventory import dtype_name
 # 9.7, zlib.crc32 2.1, sha256 1.1; torch.hash_tensor, at 7.0, does not notice that blocks have changed places.
 CHECKSUM = "xxh3_128"
 CHECKSUMS: dict[str, Callable[[], Any]] = {CHECKSUM: xxhash.xxh3_128, "sha256": hashlib.sha256}  # sha256: older files
-_BLOCK = 1 << 20  # it is still in the processor's cache when it is written
+_BLOCK = 1 << 22
 _HEADER_ALIGNMENT = 64
 
 

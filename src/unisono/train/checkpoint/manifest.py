@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class Manifest:
         return fingerprint(self.model)
 
     def write(self, folder: Path) -> None:
-        body = {"format": "unisono checkpoint", "version": VERSION, "fingerprint": self.fingerprint, **asdict(self)}
+        body = {"format": "unisono checkpoint", "version": VERSION, "fingerprint": self.fingerprint, **vars(self)}
         text = json.dumps(body, separators=(",", ":"))
         signed = json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "body": text})
         with open(folder / NAME, "w", encoding="utf-8") as file:
