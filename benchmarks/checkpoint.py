@@ -5,8 +5,8 @@
 Each rank holds a stack of linear layers with Adam, or the model of examples/demo.py. `wait=True` writes files and
 checksums and syncs them before it returns; `wait=False` copies to host memory and returns. The ratio of the two medians
 is what counts: the machine's disk cancels out. Steps that run beside the writing are timed too, against steps with
-nothing to write. What a save costs in all is the difference between ten steps with one and ten without; and the CPU time
-of the thread that trains, in `save` and `wait`, and of the one that writes, which other load on the machine hardly
+nothing to write. What a save costs in all is the difference between ten steps with one and ten without; and the CPU
+time of the thread that trains, in `save` and `wait`, and of the one that writes, which other load on the machine hardly
 changes. "restore from memory" is what a restarted rank does with `fit(save="memory")`: it finds, checks and loads the
 newest checkpoint of /dev/shm.
 """
