@@ -1,9 +1,10 @@
 """A campaign of random faults: jobs that are disturbed again and again must end as if nobody had disturbed them.
 
 A job is started, disturbed by a fault of some kind (`kinds`), and left alone until a step is done again; if it ended,
-it is started again with resume=True, as a scheduler would. At its end, `Report` has what is wrong: another state than
-the undisturbed job's, a step logged twice or never, other samples than in the undisturbed job, processes or files that
-are left.
+it is started again with resume=True, as a scheduler would. At its end its record (`records`) has what is wrong: another
+state than the undisturbed job's, a step logged twice or never, other samples than in the undisturbed job, processes or
+files that are left. What the campaign itself has to know of a job is noted beside the run folder, whose disk is filled,
+and at times read-only.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ import math
 import os
 import random
 import re
-import statistics
 import subprocess
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests import warm
 from tests.faults import program
+from tests.faults.records import JobRecord
 from tests.launch.harness import Run, is_alive
 from tests.launch.namespaces import NAMES, Hosts
 from unisono.launch import environment
 
 PROGRAM = str(Path(program.__file__))
 MOST_RESTARTS = "1000"
-LONGEST = 240.0  # seconds for a step to be done again, on a busy machine
+LONGEST = 600.0  # seconds for a step to be done again, on a busy machine
+NOTES = program.NOTES
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -42,6 +43,7 @@ class Setup:
     plan: str
     backend: str = "gloo"
     hosts: int = 1
+    is_peer: bool = False  # torchrun's, to compare with
 
     @property
     def options(self) -> list[str]:
@@ -74,9 +76,9 @@ class Job:
 
     def start(self) -> None:
         self.starts += 1
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.temporary.mkdir(exist_ok=True)
-        variables = {"FAULTS_PACE": str(self.pace), "TMPDIR": str(self.temporary)}
+        for folder in (self.notes, self.temporary):
+            folder.mkdir(parents=True, exist_ok=True)
+        variables = {"FAULTS_PACE": str(self.pace), NOTES: str(self.notes), "TMPDIR": str(self.temporary)}
         words = [*self.setup.options, PROGRAM, str(self.folder / "run"), self.setup.plan, "none", str(self.steps)]
         if self.hosts is None:
             self.run = Run(["run", *words], self.folder, variables)
@@ -86,10 +88,14 @@ class Job:
             host = "" if is_mpi else self.hosts.namespaces[0]
             self.run = Run([], self.folder, variables, before=self.hosts.inside, host=host, anew=is_mpi)
             python = [] if is_mpi else ["--python", str(warm.write_stand_in(self.folder / "python", self.run.mark))]
-            forwarded = [word for name in ("FAULTS_PACE", "TMPDIR") for word in ("-x", name)]
+            forwarded = [word for name in ("FAULTS_PACE", NOTES, "TMPDIR") for word in ("-x", name)]
             self.run.arguments = ["run", *forwarded, *python, *words]
         with (self.folder / f"output.{self.starts}").open("wb") as output:
             self.process = self.run.start(stdout=output, stderr=output, start_new_session=True)
+
+    @property
+    def notes(self) -> Path:
+        return self.folder / "notes"
 
     @property
     def temporary(self) -> Path:
@@ -111,7 +117,7 @@ class Job:
         found = {}
         for rank in range(2):
             try:
-                pid, step = (self.folder / "run" / f"at.{rank}").read_text().split()
+                pid, step = (self.notes / f"at.{rank}").read_text().split()
             except (OSError, ValueError):
                 continue
             found[rank] = int(pid), int(step)
@@ -155,37 +161,7 @@ class Kind:
     strike: Callable[[Job, random.Random], str]
     ends: bool = False
     suits: Callable[[Setup], bool] = lambda setup: True
-
-
-@dataclass
-class Report:
-    """What a campaign has found."""
-
-    faults: Counter[str] = field(default_factory=Counter)
-    seconds: dict[str, list[float]] = field(default_factory=dict)  # by kind: from the fault's end to the next step
-    jobs: int = 0
-    restarts: int = 0
-    reruns: int = 0
-    wrong: list[str] = field(default_factory=list)
-    leaks: Counter[str] = field(default_factory=Counter)
-
-    def lines(self) -> list[str]:
-        every = sorted(each for times in self.seconds.values() for each in times)
-        found = [
-            f"{sum(self.faults.values())} faults of {len(self.faults)} kinds in {self.jobs} jobs; {self.restarts} "
-            f"restarts by the launcher, {self.reruns} jobs started again after they had ended"
-        ]
-        for name, count in sorted(self.faults.items()):
-            times = self.seconds[name]
-            found.append(
-                f"  {name}: {count}; next step after {statistics.median(times):.1f} s, worst {max(times):.1f} s"
-            )
-        if every:
-            found.append(f"next step: median {statistics.median(every):.1f} s, worst {every[-1]:.1f} s")
-        left = ", ".join(f"{name}: {count}" for name, count in sorted(self.leaks.items()))
-        found.append(f"left behind: {left or 'nothing'}")
-        found.append(f"wrong: {len(self.wrong)}")
-        return found + [f"  {each}" for each in self.wrong]
+    peer: bool = False  # torchelastic restarts the job after it, too
 
 
 @dataclass
@@ -194,12 +170,14 @@ class Campaign:
 
     root: Path
     chance: random.Random
-    report: Report = field(default_factory=Report)
+    records: list[JobRecord] = field(default_factory=list)
+    seed: int = 0
     pace: float = 0.03
     steps: int = 150
     show: Callable[[str], None] = lambda text: None
     small_disks: bool = False  # each job on one host has a file system of its own, which can be filled; needs root
     deadline: float = math.inf  # of time.monotonic(), after which jobs are left alone
+    peer: type[Job] = Job  # of setups that are the peer's
 
     def undisturbed(self, setup: Setup, hosts: Hosts | None) -> tuple[str, dict[int, str]]:
         """The state that is reached, and the samples of each step."""
@@ -208,19 +186,22 @@ class Campaign:
         )
         job.start()
         job.process.wait(timeout=LONGEST)
-        return digest_of(job), samples_of(job)
+        return digest_of(job), samples_of(job)[0]
 
     def disturb(
         self,
         setup: Setup,
-        wanted: tuple[str, dict[int, str]],
+        wanted: tuple[str, dict[int, str]] | None,
         kinds: Sequence[Kind],
         most: int,
         hosts: Hosts | None = None,
     ) -> int:
-        """Run one job to its end, with as many faults as it takes, `most` of them; how many those were."""
+        """Run one job to its end, with as many faults as it takes, `most` of them; how many those were. `wanted`: what
+        it must reach, if that is compared."""
         shared = set(os.listdir(SHARED_MEMORY)) if SHARED_MEMORY.exists() else set()
-        job = Job(setup, self.root / f"job{self.report.jobs}", self.steps, self.pace, hosts)
+        kind_of_job = self.peer if setup.is_peer else Job
+        job = kind_of_job(setup, self.root / f"job{len(self.records)}", self.steps, self.pace, hosts)
+        record = JobRecord(setup.name, self.seed)
         with contextlib.ExitStack() as ends:
             if self.small_disks and setup.hosts == 1:
                 (job.folder / "run").mkdir(parents=True)
@@ -229,14 +210,19 @@ class Campaign:
                 ends.callback(subprocess.run, ["umount", "--lazy", disk], check=True)
             job.start()
             ends.callback(lambda: job.run.end())
-            return self._disturb(job, wanted, shared, kinds, most)
+            try:
+                self._disturb(job, record, kinds, most)
+                self._examine(job, record, wanted, shared)
+            except (AssertionError, subprocess.SubprocessError) as error:
+                record.wrong["end"] = str(error)
+        self.records.append(record)
+        for text in record.wrong.values():
+            self.show(f"{setup.name}: {text}")
+        return len(record.faults)
 
-    def _disturb(
-        self, job: Job, wanted: tuple[str, dict[int, str]], shared: set[str], kinds: Sequence[Kind], most: int
-    ) -> int:
+    def _disturb(self, job: Job, record: JobRecord, kinds: Sequence[Kind], most: int) -> None:
         job.await_step({})
-        done = 0
-        while not job.is_over and done < most and time.monotonic() < self.deadline:
+        while not job.is_over and len(record.faults) < most and time.monotonic() < self.deadline:
             time.sleep(self.chance.uniform(0.0, 1.0))
             kind = self.chance.choice(kinds)
             before, past = job._progress(), list(job.ranks().values())
@@ -246,40 +232,35 @@ class Campaign:
                 continue
             detail = kind.strike(job, self.chance)
             struck = time.monotonic()
-            done += 1
-            self.report.faults[kind.name] += 1
             job.await_step(job._progress(), past if kind.ends else ())
             seconds = time.monotonic() - struck
-            self.report.seconds.setdefault(kind.name, []).append(seconds)
+            record.faults.append((kind.name, round(seconds, 3)))
             self.show(f"{job.setup.name}: {kind.name}{detail and ' '}{detail}: next step after {seconds:.1f} s")
         while not job.is_over:
             job.await_step(job._progress())
-        self._examine(job, wanted, shared)
-        return done
 
-    def _examine(self, job: Job, wanted: tuple[str, dict[int, str]], shared: set[str]) -> None:
-        report, name = self.report, f"job {self.report.jobs} ({job.setup.name})"
-        report.jobs += 1
-        report.reruns += job.starts - 1
+    def _examine(
+        self, job: Job, record: JobRecord, wanted: tuple[str, dict[int, str]] | None, shared: set[str]
+    ) -> None:
+        record.reruns = job.starts - 1
         outputs = [path.read_text(errors="replace") for path in job.folder.glob("output.*")]
-        report.restarts += sum(len(re.findall(r"^restart \d+ of", text, re.MULTILINE)) for text in outputs)
-        digest, samples = wanted
-        if digest_of(job) != digest:
-            report.wrong.append(f"{name} reached {digest_of(job)}, undisturbed {digest}")
-        if samples_of(job) != samples:
-            report.wrong.append(f"{name} used other samples than the undisturbed job")
-        logged = (job.folder / "run" / "steps.jsonl").read_text().splitlines()
-        steps = [json.loads(line)["step"] for line in logged]
-        if steps != list(range(1, self.steps + 1)):
-            report.wrong.append(f"{name} logged steps twice or not at all")
+        record.restarts = sum(len(re.findall(r"^restart \d+ of", text, re.MULTILINE)) for text in outputs)
+        if wanted is not None:
+            if digest_of(job) != wanted[0]:
+                record.wrong["state"] = f"reached {digest_of(job)}, undisturbed {wanted[0]}"
+            samples, gaps = samples_of(job)
+            if samples != wanted[1] or gaps:
+                record.wrong["samples"] = f"used other samples than the undisturbed job {gaps}"
+            record.unlogged, fault = check_log(job)
+            if fault:
+                record.wrong["log"] = fault
         if left := job.run.left_running(20):
-            report.wrong.append(f"{name} left processes: {left}")
-        for path in job.temporary.glob("unisono-*"):
-            report.leaks[
-                "temporary folders of MPI jobs" if "-mpi-" in path.name else "temporary folders of agents"
-            ] += 1
+            record.wrong["processes"] = f"left processes: {left}"
+        for path in job.temporary.iterdir():
+            name = "a folder of an MPI job" if "-mpi-" in path.name else re.split(r"[-_.0-9]", path.name)[0]
+            record.leaks[f"tmp/{name}"] = record.leaks.get(f"tmp/{name}", 0) + 1
         for entry in set(os.listdir(SHARED_MEMORY)) - shared if SHARED_MEMORY.exists() else ():
-            report.leaks[f"/dev/shm/{entry[:10]}"] += 1
+            record.leaks[f"/dev/shm/{entry[:10]}"] = record.leaks.get(f"/dev/shm/{entry[:10]}", 0) + 1
 
 
 def digest_of(job: Job) -> str:
@@ -289,11 +270,37 @@ def digest_of(job: Job) -> str:
     return found[2]
 
 
-def samples_of(job: Job) -> dict[int, str]:
-    """The samples of each step, as they were used last."""
-    found = {}
-    for line in (job.folder / "run" / "samples").read_text().splitlines():
-        step, _, ids = line.partition(" ")
-        if step.isdigit() and ids.endswith("."):
-            found[int(step)] = ids
-    return found
+def samples_of(job: Job) -> tuple[dict[int, str], list[str]]:
+    """The samples of each step, as they were used last, and what is wrong with the order of steps: a process goes from
+    a step to the next, and a new one begins at most one behind the last step that was done."""
+    found: dict[int, str] = {}
+    gaps: list[str] = []
+    last_pid, last, highest = 0, 0, 0
+    for line in (job.notes / "samples").read_text().splitlines():
+        match = re.fullmatch(r"(\d+) (\d+) (.*\.)", line)
+        if match is None:
+            continue  # its writer was killed
+        pid, step = int(match[1]), int(match[2])
+        if step != last + 1 if pid == last_pid else step > highest + 1:
+            gaps.append(f"step {step} after {last}")
+        last_pid, last, highest = pid, step, max(step, highest)
+        found[step] = match[3]
+    return found, gaps
+
+
+def check_log(job: Job) -> tuple[int, str]:
+    """How many steps the run folder's log lacks, and what is wrong with it. A run whose disk is full goes on and warns
+    of the first step that it cannot log, so steps may be missing from there on."""
+    logged = []
+    for line in (job.folder / "run" / "steps.jsonl").read_text(errors="replace").splitlines():
+        with contextlib.suppress(ValueError):  # what fitted on a full disk
+            logged.append(json.loads(line)["step"])
+    if len(set(logged)) < len(logged) or logged != sorted(logged):
+        return 0, "logged steps twice, or in another order"
+    missing = sorted(set(range(1, job.steps + 1)) - set(logged))
+    starts = [step for step in missing if step - 1 not in missing]
+    warned = job.notes / "unlogged"
+    known = {int(step) for step in warned.read_text().split()} if warned.exists() else set()
+    if unknown := sorted(set(starts) - known):
+        return len(missing), f"lost steps from the log without a warning, from steps {unknown[:10]} on"
+    return len(missing), ""

@@ -90,7 +90,7 @@ def _full(job: Job, chance: random.Random) -> str:
 
 def _slow(job: Job, chance: random.Random) -> str:
     """Every fsync of the ranks takes a second longer."""
-    flag = job.folder / "run" / "slow"
+    flag = job.notes / "slow"
     flag.touch()
     time.sleep(chance.uniform(0.5, 2.0))
     flag.unlink(missing_ok=True)
@@ -152,7 +152,7 @@ def _leak(job: Job, chance: random.Random) -> str:
     group.mkdir()
     is_first_version = (group / "memory.limit_in_bytes").exists()
     (group / ("memory.limit_in_bytes" if is_first_version else "memory.max")).write_text(str(64 << 20))
-    flag = job.folder / "run" / f"leak.{rank}"
+    flag = job.notes / f"leak.{rank}"
     try:
         with contextlib.suppress(OSError):
             (group / "cgroup.procs").write_text(str(pid))
@@ -174,7 +174,7 @@ def _leak(job: Job, chance: random.Random) -> str:
 
 def _raise(job: Job, chance: random.Random) -> str:
     rank, pid = chance.choice(sorted(job.ranks().items()) or [(0, job.process.pid)])
-    flag = job.folder / "run" / f"raise.{rank}"
+    flag = job.notes / f"raise.{rank}"
     flag.touch()
     deadline = time.monotonic() + 30
     while is_alive(pid) and time.monotonic() < deadline:
@@ -186,7 +186,7 @@ def _raise(job: Job, chance: random.Random) -> str:
 def _clock(job: Job, chance: random.Random) -> str:
     """The ranks' clock is years ahead or behind from now on, until it jumps again."""
     offset = chance.choice((-1, 1)) * chance.uniform(1e3, 1e9)
-    flag = job.folder / "run" / "clock"
+    flag = job.notes / "clock"
     beside = flag.with_suffix(".new")
     beside.write_text(f"{offset:.0f}")
     beside.replace(flag)
@@ -247,8 +247,8 @@ def _two_hosts(setup: Setup) -> bool:
 
 
 SIGNALS = (
-    Kind("SIGKILL to a rank", _signal(_rank, signal.SIGKILL), ends=True),
-    Kind("SIGTERM to a rank", _signal(_rank, signal.SIGTERM), ends=True),
+    Kind("SIGKILL to a rank", _signal(_rank, signal.SIGKILL), ends=True, peer=True),
+    Kind("SIGTERM to a rank", _signal(_rank, signal.SIGTERM), ends=True, peer=True),
     Kind("SIGSTOP of a rank, SIGCONT", _pause(_rank)),
     Kind("SIGKILL to an agent", _signal(_agent, signal.SIGKILL), ends=True),
     Kind("SIGTERM to an agent", _signal(_agent, signal.SIGTERM), ends=True),
@@ -264,7 +264,7 @@ FILES = (
     Kind("a checkpoint's file gone", _damage("gone"), ends=True),
 )
 OTHERS = (
-    Kind("an exception in a rank", _raise, ends=True),
+    Kind("an exception in a rank", _raise, ends=True, peer=True),
     Kind("the clock jumps", _clock),
     Kind("a second job with the folder", _second_job),
 )

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import signal
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ STEPS = 18
 SAVE_EVERY = 5
 NEVER = 10**6
 PACE = "FAULTS_PACE"  # seconds between steps, in a campaign
+NOTES = "FAULTS_NOTES"  # in a campaign, the folder of what it has to know, apart from the run folder and its disk
 
 
 class Disturbed(uni.Callback):
@@ -78,6 +81,8 @@ class Weather(uni.Callback):
     def __init__(self, folder: Path, rank: int, pace: float) -> None:
         self.folder, self.rank, self.pace = folder, rank, pace
         self.offset = 0.0
+        self._show_warning = warnings.showwarning
+        warnings.showwarning = self._note_warning
         self._fsync, self._time = os.fsync, time.time
         os.fsync = self._slow_fsync
         time.time = lambda: self._time() + self.offset
@@ -85,7 +90,7 @@ class Weather(uni.Callback):
     def on_step(self, engine: uni.Engine, info: Any) -> None:
         if self.rank == 0:
             with (self.folder / "samples").open("a") as file:
-                file.write(f"{info.step} {' '.join(map(str, info.ids))}.\n")
+                file.write(f"{os.getpid()} {info.step} {' '.join(map(str, info.ids))}.\n")
         time.sleep(self.pace)
         there = os.listdir(self.folder)
         if "clock" in there:
@@ -95,6 +100,12 @@ class Weather(uni.Callback):
         taken = []
         while os.path.exists(self.folder / f"leak.{self.rank}"):
             taken.append(b"x" * (4 << 20))
+
+    def _note_warning(self, message: Warning | str, *others: Any, **options: Any) -> None:
+        if match := re.match(r"step (\d+) is not logged", str(message)):
+            with (self.folder / "unlogged").open("a") as file:
+                file.write(f"{match[1]}\n")
+        self._show_warning(message, *others, **options)
 
     def _slow_fsync(self, file: int) -> None:
         if os.path.exists(self.folder / "slow"):
@@ -134,9 +145,10 @@ def trained(
         check="off",
         scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.5),
     )
-    callbacks: list[uni.Callback] = [Announce(Path(folder), comm.rank), Disturbed(kind, int(step or 0), folder)]
+    notes = Path(os.environ.get(NOTES, folder))
+    callbacks: list[uni.Callback] = [Announce(notes, comm.rank), Disturbed(kind, int(step or 0), folder)]
     if PACE in os.environ:
-        callbacks.append(Weather(Path(folder), comm.rank, float(os.environ[PACE])))
+        callbacks.append(Weather(notes, comm.rank, float(os.environ[PACE])))
     history = engine.fit(
         data(),
         epochs=1000,
