@@ -17,6 +17,7 @@ import contextlib
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from tests.faults.campaign import SETUPS, Campaign
 from tests.launch import namespaces
 
 ALONE = "FAULTS_ALONE"  # set where this process has mounts, and so a /dev/shm, of its own
+PEER_FAULTS = 10  # of a job of torchelastic, about as many as one of ours has
 
 
 def become_alone() -> None:
@@ -67,6 +69,7 @@ def main() -> None:
         print_summary(records.read(chosen.summary))
         return
     become_alone()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that it ends its jobs and takes its folder away
     began = time.monotonic()
     known = [kind for kind in kinds.available() if re.search(chosen.kind, kind.name)]
     with contextlib.ExitStack() as stack:
@@ -83,8 +86,8 @@ def main() -> None:
         campaign.small_disks = ALONE in os.environ
         campaign.deadline = began + 60 * chosen.minutes
         campaign.peer = torchelastic.TorchelasticJob
-        suiting = {each: [kind for kind in known if kind.suits(each)] for each in setups}
-        suiting[torchelastic.SETUP] = [kind for kind in known if kind.peer]
+        suiting = {torchelastic.SETUP: [kind for kind in known if kind.peer]}
+        suiting |= {each: [kind for kind in known if kind.suits(each)] for each in setups}
         setups = [each for each in suiting if suiting[each]]
         if all(each.is_peer for each in setups):
             parser.error(f"no setup has faults for --setup {chosen.setup!r} and --kind {chosen.kind!r} on this machine")
@@ -96,7 +99,8 @@ def main() -> None:
             there = hosts if setup.hosts > 1 else None
             if setup not in wanted:
                 wanted[setup] = None if setup.is_peer else campaign.undisturbed(setup, there)
-            faults = campaign.disturb(setup, wanted[setup], suiting[setup], chosen.faults - done, there)
+            most = min(PEER_FAULTS, chosen.faults) if setup.is_peer else chosen.faults - done
+            faults = campaign.disturb(setup, wanted[setup], suiting[setup], most, there)
             done += 0 if setup.is_peer else faults
             if chosen.append is not None:
                 records.append(chosen.append, campaign.records[-1:])
