@@ -20,6 +20,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -102,7 +103,11 @@ def measured(width: int, layers: int, folder: str, rounds: int, is_demo: bool) -
         ten()
         began = time.thread_time()
         checkpoints.wait()
-        times["cpu of a save"].append(spent + time.thread_time() - began + writing[-1])
+        spent += time.thread_time() - began
+        for thread in threading.enumerate():
+            if thread.name.startswith("unisono save"):  # it has written, and is about to end
+                thread.join()
+        times["cpu of a save"].append(spent + writing[-1])
 
     for number in range(1, rounds + 1):
         began = time.process_time()
