@@ -53,7 +53,7 @@ def order(samples: int, seed: int, epoch: int, shuffle: bool = True, *, is_compu
     if not shuffle:
         return Unshuffled(samples)
     if samples > COMPUTED_ABOVE if is_computed is None else is_computed:
-        return ComputedOrder(samples, "order of samples", seed, epoch)
+        return ComputedOrder(samples, "order of samples", seed, epoch, samples)
     drawn = runs_of((samples,), {})
     high, low = (
         words(PhiloxStream.of("order of samples", seed, epoch, lane), drawn, torch.device("cpu")) for lane in (0, 1)
