@@ -38,7 +38,7 @@ from benchmarks.load_program import Usage, summed
 
 PROGRAM = str(Path(__file__).with_name("load_program.py"))
 ALONE = "LOAD_ALONE"  # set in namespaces of our own
-LEAST_FREE = 6 << 30  # bytes of memory that must stay free on the machine
+LEAST_FREE = "LOAD_LEAST_FREE"  # GiB of memory that must stay free on the machine
 GROWTH = 1.01  # from the first tenth of a run's steps to its end
 BLOCK = 2 << 20  # bytes: what a page allocator takes at a time, and the working memory of a block of indices
 MIB = 1 << 20
@@ -64,11 +64,12 @@ def free_memory() -> int:
 
 def watch_memory(process: subprocess.Popen[Any]) -> None:
     """End a job that takes the machine's memory."""
+    least = int(os.environ[LEAST_FREE]) << 30
 
     def watch() -> None:
         while process.poll() is None:
-            if free_memory() < LEAST_FREE:
-                print(f"less than {LEAST_FREE >> 30} GiB of memory are free: the job is ended", flush=True)
+            if free_memory() < least:
+                print(f"less than {least >> 30} GiB of memory are free: the job is ended", flush=True)
                 process.terminate()
                 return
             time.sleep(0.5)
@@ -318,8 +319,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--plans", default="dp=2,zero=2:pp=2,microbatches=2", help="separated by colons")
     parser.add_argument("--samples", default="10000,10000000")
+    parser.add_argument("--least-free", type=int, default=6, help="GiB of memory; a job that leaves less is ended")
     chosen = parser.parse_args()
     become_alone()
+    os.environ[LEAST_FREE] = str(chosen.least_free)
     is_well = True
     with tempfile.TemporaryDirectory(prefix="load-") as root:
         for name in ("measured", "tmp"):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
+import operator
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -31,10 +34,16 @@ class Count(NamedTuple):
 
     @classmethod
     def now(cls) -> Count:
-        gc.collect()
-        kinds = Counter(type(each).__qualname__ for each in gc.get_objects())
-        descriptors, threads = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
-        return cls(kinds, sys.getallocatedblocks(), load_program.keys(), descriptors, threads)
+        """The least of several looks: other threads (the watchdog compares logs) make objects and drop them."""
+        looks = []
+        for _ in range(5):
+            gc.collect()
+            kinds = Counter(type(each).__qualname__ for each in gc.get_objects())
+            descriptors, threads = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
+            looks.append((kinds, sys.getallocatedblocks(), load_program.keys(), descriptors, threads))
+            time.sleep(0.1)
+        kinds = functools.reduce(operator.and_, (look[0] for look in looks))
+        return cls(kinds, *(min(column) for column in list(zip(*looks, strict=True))[1:]))
 
 
 class Counting(uni.Callback):
@@ -84,5 +93,5 @@ def test_a_run_does_not_grow_with_its_steps(plan: str, pools: Callable[[str, int
         assert full.threads <= half.threads
         assert full.descriptors <= half.descriptors
         more = full.objects - half.objects
-        assert more.total() < HALF / 4, more.most_common(5)  # evaluations: a dict of values for each
-        assert full.blocks - half.blocks < 3 * HALF  # of the history, a number for each step
+        assert all(count < 0.8 * HALF for count in more.values()), more.most_common(5)  # less than one for each step
+        assert full.blocks - half.blocks < 5 * HALF  # of the history, a number for each step
