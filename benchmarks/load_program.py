@@ -78,6 +78,9 @@ def job(folder: Path, how: str) -> None:
     x = torch.ones(8)
     comm.all_reduce(x)
     assert x[0] == comm.size
+    if comm.rank == 0:
+        mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+        (folder / "segments").write_text("\n".join(each for each in mapped if each.startswith("/dev/shm/")))
     if how == "fails" and comm.rank == comm.size - 1:
         raise RuntimeError("asked to fail")
     if how == "stays":
