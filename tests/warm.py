@@ -216,6 +216,7 @@ def _settle(order: Mapping[str, Any], streams: Sequence[int]) -> None:
     _enter(order.get("namespaces_of"), order.get("host"))
     os.environ.clear()
     os.environ.update(order["env"])
+    tempfile.tempdir = None  # it may be named there
     os.chdir(order["cwd"])
     sys.path[:] = [each for each in sys.path if each and each != os.path.dirname(os.path.dirname(__file__))]
     if order["name"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import tracemalloc
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import unisono as uni
@@ -22,6 +24,7 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.parallel.share import Share, share
 from unisono.train.data.given_batches import GivenBatches
+from unisono.train.data.sample_order import COMPUTED_ABOVE, ComputedOrder, order
 
 
 class Noisy(Dataset[Any]):
@@ -89,6 +92,121 @@ def test_the_order_is_of_seed_and_epoch_only() -> None:
     other.set_epoch(1)
     assert [number for batch in other for number in batch.batch[1].tolist()] == taken[1]
     assert taken[0][:5] == [82, 18, 97, 60, 84]  # and not of the version of torch: resumes depend on it
+
+
+# ---- orders that are computed, not kept ------------------------------------------------------------------------------
+
+MANY = 10_000_000
+
+
+class Numbers(Dataset[Any]):
+    """Samples that are made when they are read."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, number: int) -> tuple[int, int]:
+        return number, number
+
+
+@pytest.mark.parametrize("samples", [*range(1, 30), 121, 122, 16_384, 16_385, 99_999, COMPUTED_ABOVE + 1])
+def test_a_computed_order_has_every_sample_once(samples: int) -> None:
+    taken = [ComputedOrder(samples, "test", seed)[:samples] for seed in range(2)]
+    for each in taken:
+        assert each.dtype == torch.int64
+        assert torch.equal(each.sort().values, torch.arange(samples))
+    if samples > 20:
+        assert not torch.equal(taken[0], taken[1])
+        assert int((taken[0] == torch.arange(samples)).sum()) < 9  # one is expected, more than 8 once in a million
+
+
+def test_a_computed_order_is_that_of_its_parts() -> None:
+    whole = order(MANY, 1, 0)[30_000:70_000]
+    again = order(MANY, 1, 0)
+    for start in (50_000, 30_000, 32_700, 65_000, 49_100):  # two blocks are kept at a time, of which some meet here
+        assert torch.equal(again[start : start + 700], whole[start - 30_000 : start - 29_300])
+    assert order(MANY, 1, 0)[:5].tolist() == [5601722, 1094374, 6407891, 5580258, 2527198]  # whatever the version
+    assert order(MANY, 1, 0)[MANY - 1 : MANY + 9].shape == (1,)
+    assert order(MANY, 1, 0)[MANY : MANY + 9].shape == (0,)
+    for other in (order(MANY, 2, 0), order(MANY, 1, 1), order(MANY - 1, 1, 0)):
+        assert not torch.equal(other[:5], again[:5])
+
+
+def test_ranks_and_resumes_agree_on_ten_million_samples() -> None:
+    def read(loader: uni.Loader, batches: int) -> list[list[int]]:
+        return [batch.batch[0].tolist() for batch, _ in zip(loader, range(batches), strict=False)]
+
+    dataset = Numbers(MANY)
+    plain = uni.Loader(dataset, 64, seed=3)
+    whole = read(plain, 6)
+    assert whole == order(MANY, 3, 0)[: 6 * 64].view(6, 64).tolist()
+    parts = [read(uni.Loader(dataset, 64, part=(index, 3), seed=3), 6) for index in range(3)]
+    assert [list(chain(*shares)) for shares in zip(*parts, strict=True)] == whole
+    first = uni.Loader(dataset, 64, seed=3)
+    read(first, 2)
+    state = first.state_dict()
+    later = uni.Loader(dataset, 32, part=(1, 2), workers=1)
+    later.load_state_dict({**state, "position": 128})
+    assert read(later, 2) == [whole[2][16:32], whole[2][48:]]
+    later.load_state_dict({**state, "position": MANY - 40})
+    last = order(MANY, 3, 0)[MANY - 40 :].tolist()
+    assert list(chain(*(batch.batch[0].tolist() for batch in later))) == [*last[16:32], *last[36:]]
+    assert later.epoch == 1
+
+
+def test_states_from_before_orders_were_computed_go_on_in_theirs() -> None:
+    samples = COMPUTED_ABOVE + 1
+    loader = uni.Loader(Numbers(samples), 8, seed=3)
+    state = loader.state_dict()
+    next(iter(loader))
+    assert loader.ids == order(samples, 3, 0, is_computed=True)[:8].tolist()
+    del state["order"]
+    loader.load_state_dict({**state, "position": 800})
+    next(iter(loader))
+    assert loader.ids == order(samples, 3, 0, is_computed=False)[800:808].tolist()
+    assert loader.state_dict()["order"] == "sorted"
+
+
+class Largest(TorchDispatchMode):
+    """The size of the largest tensor that an operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.elements = max(self.elements, out.untyped_storage().nbytes() // out.element_size())
+        return out
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_more_samples_take_no_more_memory(shuffle: bool) -> None:
+    def taken(samples: int) -> tuple[int, int]:
+        """The peak of what Python and NumPy hold, and the largest tensor."""
+        tracemalloc.start()
+        try:
+            with Largest() as largest:
+                loader = uni.Loader(Numbers(samples), 64, part=(1, 2), seed=3, shuffle=shuffle)
+                for _, _number in zip(loader, range(40), strict=False):
+                    pass
+                loader.load_state_dict({**loader.state_dict(), "position": samples // 2})
+                next(iter(loader))
+                sampler = uni.DistributedBatchSampler(samples, 64, part=(0, 1), shuffle=shuffle)
+                next(iter(sampler))
+            return tracemalloc.get_traced_memory()[1], largest.elements
+        finally:
+            tracemalloc.stop()
+
+    taken(10_000)  # what is imported and cached
+    few, many = taken(10_000), taken(MANY)
+    assert many[0] < few[0] + 3 * 2**20  # working memory of a block of 16,384 positions; 80 MB if indices were kept
+    assert many[1] <= 1 << 14
+
+
+# ---- resumes ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dataset", [Noisy(23), Flow(23)])

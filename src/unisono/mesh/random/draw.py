@@ -27,7 +27,7 @@ from unisono.mesh.random.philox import PhiloxStream, torch_words
 # How many random bits a number in [0, 1) of each dtype has.
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 DTYPES = tuple(_BITS)
-_WORTH_COMPILING = 0.5  # seconds of drawing; numba takes one or two to be loaded, and as long to compile once
+_WORTH_COMPILING = 0.5  # seconds of this thread; numba takes one or two to be loaded, and as long to compile once
 _seconds_drawn = 0.0
 _LOG_TERMS = 12
 _TURN_TERMS = 9
@@ -93,9 +93,9 @@ def words(stream: PhiloxStream, runs: Runs, device: torch.device) -> torch.Tenso
         return torch_words(stream, runs, device)
     if (cpu := compiled()) is not None:
         return cpu.words(stream, runs)
-    start = time.perf_counter()
+    start = time.thread_time()  # other processes on the same cores must not bring numba into this one
     drawn = torch_words(stream, runs, device)
-    _seconds_drawn += time.perf_counter() - start
+    _seconds_drawn += time.thread_time() - start
     return drawn
 
 

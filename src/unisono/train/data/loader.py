@@ -25,7 +25,8 @@ from unisono.errors import UsageError
 from unisono.parallel.share import BatchDim, Share, batch_slice, require_batch_dim
 from unisono.train.data.dataset_sample import fingerprint, warn_of_other_data
 from unisono.train.data.reading import BatchDataset, Batcher, BatchStream, Collate, Request, is_iterable_only
-from unisono.train.data.sampler import order, require_part, require_whole_number
+from unisono.train.data.sample_order import COMPUTED_ABOVE, SampleOrder, order
+from unisono.train.data.sampler import require_part, require_whole_number
 
 
 class Loader:
@@ -86,7 +87,8 @@ class Loader:
         self.epoch = 0
         self.position = 0  # in the epoch's order, in samples of all ranks
         self._last: Request | None = None
-        self._order: tuple[int, torch.Tensor] | None = None
+        self._order: tuple[int, SampleOrder] | None = None
+        self._is_computed = self.samples is not None and self.samples > COMPUTED_ABOVE
         self._sampled: tuple[str | None, ...] = ()  # the dataset's fingerprint, once it was asked for
 
     def __len__(self) -> int:
@@ -179,10 +181,10 @@ class Loader:
             mine = taken[start:stop][held.start : held.stop] if len(held) else taken[start : start + 1]
             yield Request(epoch, start, stop, mine.tolist(), len(held))
 
-    def _ordered(self, epoch: int) -> torch.Tensor:
+    def _ordered(self, epoch: int) -> SampleOrder:
         if self._order is None or self._order[0] != epoch:
             assert self.samples is not None
-            self._order = epoch, order(self.samples, self.seed, epoch, self.shuffle)
+            self._order = epoch, order(self.samples, self.seed, epoch, self.shuffle, is_computed=self._is_computed)
         return self._order[1]
 
     def _loader(self, data: Any, requests: Iterator[Request] | None, workers: int) -> DataLoader[Any]:
@@ -209,6 +211,7 @@ class Loader:
             "seed": self.seed,
             "shuffle": self.shuffle,
             "samples": self.samples,
+            "order": "computed" if self._is_computed else "sorted",
             "fingerprint": self._fingerprint(),
         }
 
@@ -228,6 +231,7 @@ class Loader:
         warn_of_other_data(state.get("fingerprint"), self.dataset)
         self.seed = state["seed"]
         self.epoch, self.position = state["epoch"], state["position"]
+        self._is_computed = state.get("order") == "computed"  # older states: of any size, sorted
         self._last, self._order = None, None
 
 

@@ -6,6 +6,7 @@ For training, prefer a Loader, which partitions every batch: its order does not 
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils.data import Dataset
 from unisono.comm.rendezvous import world
 from unisono.errors import UsageError
 from unisono.parallel.layout import Split
-from unisono.train.data.sampler import order
+from unisono.train.data.sample_order import order
 
 
 def split_data(x: Any, y: Any, shuffle: bool = False, *, seed: int = 0) -> tuple[Any, Any]:
@@ -36,7 +37,7 @@ def split_data(x: Any, y: Any, shuffle: bool = False, *, seed: int = 0) -> tuple
     if len(x) < ranks:
         raise UsageError(f"split_data: {len(x)} samples for {ranks} ranks; expected at least one for each rank")
     held = Split.even((), 0, len(x), ranks).held[rank]
-    mine = order(len(x), seed, 0, shuffle)[torch.as_tensor(held)]
+    mine = order(len(x), seed, 0, shuffle)[held[0] : held[-1] + 1]
     return _select(x, mine), _select(y, mine)
 
 
@@ -77,7 +78,7 @@ class DataPartitioner:
         if not sizes or any(size <= 0 for size in sizes) or sum(sizes) > 1 + 1e-9:
             raise UsageError(f"DataPartitioner: sizes {list(sizes)}; expected fractions above 0 that sum to at most 1")
         self.data = data
-        indices = list(range(len(data)))
+        indices = array("q", range(len(data)))  # 8 bytes each; a list has 36
         random.Random(seed).shuffle(indices)
         # Round the ends, so that fractions that sum to 1 cover all samples.
         ends = [min(round(total * len(indices)), len(indices)) for total in accumulate(sizes)]

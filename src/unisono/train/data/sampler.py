@@ -1,4 +1,4 @@
-"""The order of samples, and DistributedBatchSampler: each rank's part of every global batch, for torch's DataLoader.
+"""DistributedBatchSampler: each rank's part of every global batch, for torch's DataLoader.
 
     sampler = uni.DistributedBatchSampler(len(dataset), batch_size=64, seed=1)
     loader = torch.utils.data.DataLoader(dataset, batch_sampler=sampler)
@@ -15,26 +15,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
-import torch
 from torch.utils.data import Sampler
 
 from unisono.comm.rendezvous import world
 from unisono.errors import UsageError
-from unisono.mesh.global_index import runs_of
-from unisono.mesh.random.draw import words
-from unisono.mesh.random.philox import PhiloxStream
 from unisono.parallel.layout import Split
-
-
-def order(samples: int, seed: int, epoch: int, shuffle: bool = True) -> torch.Tensor:
-    """The indices of all samples in the order of an epoch."""
-    if not shuffle:
-        return torch.arange(samples)
-    drawn = runs_of((samples,), {})
-    high, low = (
-        words(PhiloxStream.of("order of samples", seed, epoch, lane), drawn, torch.device("cpu")) for lane in (0, 1)
-    )
-    return ((high.long() << 32) | (low.long() & 0xFFFFFFFF)).argsort(stable=True)
+from unisono.train.data.sample_order import order
 
 
 def seed_from(*identity: object) -> int:
