@@ -59,8 +59,10 @@ class RankPool:
             store_port = free_port()
             fork = multiprocessing.get_context("fork")
             for rank in range(size):
-                seat = {"init_method": f"tcp://127.0.0.1:{store_port}", "rank": rank, "world_size": size}
-                process = fork.Process(target=_serve_with, args=(os.getpid(), port, key, backend, seat), daemon=True)
+                rank_info = {"init_method": f"tcp://127.0.0.1:{store_port}", "rank": rank, "world_size": size}
+                process = fork.Process(
+                    target=_serve_with, args=(os.getpid(), port, key, backend, rank_info), daemon=True
+                )
                 process.start()
                 self._processes.append(process)
         self.closed = False
@@ -239,7 +241,7 @@ def _serve_with(parent: int, *args: Any) -> None:
     os._exit(0)
 
 
-def _serve(port: int, key: bytes, backend: str, seat: dict[str, Any]) -> None:
+def _serve(port: int, key: bytes, backend: str, rank_info: dict[str, Any]) -> None:
     """What a rank of the pool does all its life: take a function, run it, send back what came of it."""
     import torch
 
@@ -249,7 +251,7 @@ def _serve(port: int, key: bytes, backend: str, seat: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     draw.draw_fast()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    comm = uni.init(backend, **seat)
+    comm = uni.init(backend, **rank_info)
     connection = Client(("127.0.0.1", port), authkey=key)
     connection.send(comm.rank)
     while True:

@@ -6,8 +6,8 @@ from functools import reduce
 
 import torch
 
-HALVES = (torch.float16, torch.bfloat16)
-FLOATS = (*HALVES, torch.float32, torch.float64)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+FLOATS = (*HALF_DTYPES, torch.float32, torch.float64)
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 COMPLEXES = (torch.complex64, torch.complex128)
 DTYPES = (*FLOATS, *INTEGERS, torch.bool, *COMPLEXES)

@@ -38,9 +38,9 @@ def fail(*given: Any) -> None:
     raise ValueError("bad sample 17")  # LINE: hook
 
 
-def main(scenario: str, timeout: float, odd: int, seat: Mapping[str, str] | None = None) -> None:
-    """`seat`: as launchers tell it, in variables. Ranks then have time to come, however short the timeout."""
-    os.environ.update(seat or {})
+def main(scenario: str, timeout: float, odd: int, rank_info: Mapping[str, str] | None = None) -> None:
+    """`rank_info`: as launchers tell it, in variables. Ranks then have time to come, however short the timeout."""
+    os.environ.update(rank_info or {})
     comm = uni.init(timeout=timeout)
     x = torch.ones(1024)
     comm.all_reduce(x)

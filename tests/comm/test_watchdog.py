@@ -62,9 +62,11 @@ def run(backend: str, scenario: str, folder: Path, timeout: float, odd: int = 3)
         done = mpi_ranks.run(4, functools.partial(hang_program.main, **arguments), timeout=90)
         assert (done.returncode == 0) == (scenario in WELL), done
         return done.stdout + done.stderr
-    seat = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4"}
-    seats = [seat | {"RANK": str(rank), environment.BACKEND: backend} for rank in range(4)]
-    ends = run_forked([functools.partial(hang_program.main, **arguments, seat=each) for each in seats], folder)
+    rank_info = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4"}
+    rank_infos = [rank_info | {"RANK": str(rank), environment.BACKEND: backend} for rank in range(4)]
+    ends = run_forked(
+        [functools.partial(hang_program.main, **arguments, rank_info=each) for each in rank_infos], folder
+    )
     stopped = [end.code for rank, end in enumerate(ends) if rank != odd or scenario not in GONE]
     assert set(stopped) <= ({0} if scenario in WELL else {1, failure.HANG_CODE}), ends
     return "\n".join(end.output for end in ends)
@@ -76,7 +78,7 @@ def reports(output: str) -> list[str]:
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
 @pytest.mark.parametrize("scenario", CERTAIN)
-def test_a_hang_is_told_in_one_sentence(backend: str, scenario: str, tmp_path: Path) -> None:
+def test_a_hang_is_reported_in_one_sentence(backend: str, scenario: str, tmp_path: Path) -> None:
     output = run(backend, scenario, tmp_path, timeout=2.0)
     if backend == "mpi" and scenario in RAISING:
         assert "ValueError: bad sample 17" in output
@@ -89,7 +91,7 @@ def test_a_hang_is_told_in_one_sentence(backend: str, scenario: str, tmp_path: P
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
-def test_groups_in_opposite_order_are_told(backend: str, tmp_path: Path) -> None:
+def test_groups_in_opposite_order_are_reported(backend: str, tmp_path: Path) -> None:
     (report,) = reports(run(backend, "opposite", tmp_path, timeout=2.0))
     one, other = (f"in group {number} of ranks 0,1,2,3" for number in (1, 2))
     waits = rf"ranks 0,1,2 wait in all_reduce #1 float32\[1024\] at {line('opposite')} {one}"
@@ -118,7 +120,7 @@ def test_ranks_on_their_way_when_another_loses_its_peer_are_reported_where_they_
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
 @pytest.mark.parametrize("scenario", CHECKED)
-def test_with_check_a_difference_is_told_at_once(
+def test_with_check_a_difference_is_reported_at_once(
     backend: str, scenario: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(environment.CHECK, "1")
@@ -165,7 +167,7 @@ def test_ranks_that_are_always_in_some_call_of_torch_do_not_hang(backend: str, t
 @pytest.mark.parametrize(
     ("backend", "scenario"), [("gloo", "op"), ("gloo", "torch"), ("mpi", "order"), ("mpi", "torch")]
 )
-def test_without_check_the_timeout_tells_of_the_odd_rank(backend: str, scenario: str, tmp_path: Path) -> None:
+def test_without_check_the_timeout_reports_the_odd_rank(backend: str, scenario: str, tmp_path: Path) -> None:
     """What the ranks wait in then is the backend's business; that rank 3 is named, and where it was, is ours."""
     output = run(backend, scenario, tmp_path, timeout=2.0)
     (report,) = reports(output)
@@ -181,7 +183,7 @@ def test_without_check_the_timeout_tells_of_the_odd_rank(backend: str, scenario:
         ("mpi", r"(is past|has begun) all_reduce #2 float32\[512\].*"),
     ],
 )
-def test_without_check_another_shape_is_told_also_of_a_rank_that_it_killed(
+def test_without_check_another_shape_is_reported_also_of_a_rank_that_it_killed(
     backend: str, words: str, tmp_path: Path
 ) -> None:
     output = run(backend, "shape", tmp_path, timeout=2.0)

@@ -14,7 +14,7 @@ from unisono.errors import UsageError
 from unisono.parallel import apply
 from unisono.parallel.tensor.head_width import HeadWidth
 from unisono.plan.plan import Plan
-from unisono.verify.compare import HALVES, Verdict
+from unisono.verify.compare import HALF_DTYPES, Verdict
 from unisono.verify.training_record import TrainingRecord, plain_record
 from unisono.verify.verify import verify_here
 
@@ -36,7 +36,7 @@ def prove(
     key = (module, task, dtype)
     if comm.rank == 0 and key not in _plain:
         kept = torch.float64 if dtype == "float64" else torch.float32
-        _plain[key] = plain_record(found, steps, kept, precision=HALVES.get(dtype, "fp32"))
+        _plain[key] = plain_record(found, steps, kept, precision=HALF_DTYPES.get(dtype, "fp32"))
     with _looking_ahead_once(key, parsed):
         return verify_here(comm, found, parsed, steps, dtype, prepare, _plain.get(key))
 

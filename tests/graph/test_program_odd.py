@@ -368,4 +368,6 @@ def test_what_a_graph_cannot_hold_is_refused(pools: Pools) -> None:
     assert "replaces its buffer seen" in assigned
     assert "the .data of one" in data
     assert re.search(r"at test_program_odd.py:\d+ the model draws random numbers by aten.poisson", drawn)
-    assert re.search(r"at test_program_odd.py:\d+ the model gives aten.rand.generator an object that is neither", own)
+    # torch 2.11 traces less
+    assert re.search("the model gives aten.rand.generator an object that is neither|the model cannot be traced at", own)
+    assert re.search(r"at test_program_odd.py:\d+", own)

@@ -133,5 +133,5 @@ def test_stage_3_lets_go_of_full_weights_until_the_backward(pools: Pools) -> Non
 def test_what_is_refused(pools: Pools) -> None:
     stage, axis, optimizer = pools("gloo", 2).run(refused)[0]
     assert stage == "zero=4; expected one of 0, 1, 2, 3"
-    assert "shares out along the axis dp, which Mesh(mp=2) does not have" in axis
+    assert "shards along the axis dp, which Mesh(mp=2) does not have" in axis
     assert "Adafactor uses a parameter as one tensor, but 0.weight is sharded" in optimizer

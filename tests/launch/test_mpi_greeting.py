@@ -60,7 +60,7 @@ def _admitted(job: LaunchJob, server: socket.socket, mpiexec: subprocess.Popen[b
     return links
 
 
-def test_strangers_hold_nobody_up(
+def test_unauthenticated_connections_hold_nobody_up(
     mpiexec: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """They have come first, they stay, and no time limit ends them here."""

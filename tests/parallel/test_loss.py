@@ -333,7 +333,7 @@ def test_counts_on_a_device_are_compared_later(monkeypatch: pytest.MonkeyPatch) 
         counted.settle()
 
 
-def foretold(comm: Communicator) -> tuple[list[int], bool]:
+def predicted(comm: Communicator) -> tuple[list[int], bool]:
     """Messages in each of three steps; and whether counts that go astray later are noticed."""
     outputs, targets = batch(rows=6)
     targets = targets.clone()
@@ -359,7 +359,7 @@ def foretold(comm: Communicator) -> tuple[list[int], bool]:
 
 
 def test_ranks_that_have_all_targets_ask_once(pools: Pools) -> None:
-    for calls, noticed in pools("gloo", 2).run(foretold):
+    for calls, noticed in pools("gloo", 2).run(predicted):
         assert calls == [2, 1, 1]
         assert noticed
 

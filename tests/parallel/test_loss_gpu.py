@@ -60,7 +60,7 @@ def test_a_step_waits_for_nothing(trainer: Trainer) -> None:
     assert trainer.loss._predicts, "ranks asked each other: what they do without is not what was tried"
 
 
-def test_what_was_foretold_wrongly_is_reported_before_anything_is_saved(trainer: Trainer) -> None:
+def test_what_was_predicted_wrongly_is_reported_before_anything_is_saved(trainer: Trainer) -> None:
     loss = trainer.loss
     wrong = PredictedCounts([torch.tensor(60, device="cuda")])
     for reported, is_right in ((60.0, True), (58.0, False)):

@@ -128,7 +128,7 @@ def hooked(hook: Callable[..., None], is_elementwise: bool) -> Callable[[Any], O
     return make
 
 
-def test_strangers_are_tried_out() -> None:
+def test_unknown_optimizers_are_tried_out() -> None:
     pair = [nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
     assert optimizer_scope(Lars(pair), Lars) is OptimizerScope.TENSOR
     assert optimizer_scope(GlobalLars(pair), GlobalLars) is OptimizerScope.MODEL
@@ -163,17 +163,17 @@ def test_what_is_split_is_refused_to_those_that_look_at_more() -> None:
         assert require_full_parameters(make(model.parameters()), make, model, is_sharded=True) is OptimizerScope.ELEMENT
 
 
-def strangers(comm: Communicator, stage: int) -> None:
+def with_unknown_optimizer(comm: Communicator, stage: int) -> None:
     for make in (Lars, Signs):
         trained_with(Mesh((comm.size,), ("dp",)), make, stage, 5)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_strangers_under_zero(pools: Pools, stage: int) -> None:
-    pools("gloo", 2).run(strangers, stage)
+def test_unknown_optimizers_under_zero(pools: Pools, stage: int) -> None:
+    pools("gloo", 2).run(with_unknown_optimizer, stage)
 
 
-# ---- step hooks, and strangers under tp ------------------------------------------------------------------------------
+# ---- step hooks, and unknown optimizers under tp ---------------------------------------------------------------
 
 
 def came(comm: Communicator, make: Any, plan: str) -> str:
@@ -207,7 +207,7 @@ def check_hooks(comm: Communicator) -> dict[tuple[str, str], str]:
     return {(name, plan): came(comm, make, plan) for name, make in makers.items() for plan in plans}
 
 
-def test_step_hooks_and_strangers_are_right_or_refused(pools: Pools) -> None:
+def test_step_hooks_and_unknown_optimizers_are_right_or_refused(pools: Pools) -> None:
     for outcomes in pools("gloo", 2).run(check_hooks):
         refused = {key: reported for key, reported in outcomes.items() if reported}
         assert set(refused) == {("hook", "tp=2"), ("hook", "dp=2,zero=1"), ("hook", "dp=2,zero=3"), ("Lars", "tp=2")}

@@ -106,7 +106,9 @@ class Interleaved(nn.Module):
 @pytest.mark.parametrize("block", [Misleading, Interleaved])
 def test_what_shapes_suggest_is_tried(block: type[nn.Module]) -> None:
     assert list(_candidates(block()))
-    with pytest.raises(UsageError, match="Sequential brings no tensor-parallel plan, and its blocks show none; pass"):
+    with pytest.raises(
+        UsageError, match="Sequential defines no tensor-parallel plan, and none can be inferred from its blocks; pass"
+    ):
         styles_of(nn.Sequential(block(), block()), 2)
 
 

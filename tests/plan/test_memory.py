@@ -16,9 +16,9 @@ from unisono.plan.hardware.spec import Hardware, Link
 from unisono.plan.hardware.toml import read_hardware
 from unisono.plan.plan import Plan
 from unisono.plan.profile.model_profile import ModelProfile, OptimizerState, Setting, Weight
-from unisono.plan.profile.stages import Stages, placement_of
+from unisono.plan.profile.stages import Stages
 from unisono.plan.schedules.activations import Sizes, peak
-from unisono.plan.schedules.schedule import schedule
+from unisono.plan.schedules.schedule import schedule, stage_placement
 from unisono.planner.planner import Planner
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
@@ -128,7 +128,7 @@ def test_more_saving_needs_less() -> None:
 
     def needs(text: str) -> float:
         plan = Plan.parse(text)
-        return memory.footprint(plan, Stages(profile, tuple(range(plan.pp)), placement_of(plan.pp, 1, False))).total
+        return memory.footprint(plan, Stages(profile, tuple(range(plan.pp)), stage_placement(plan.pp, 1, False))).total
 
     assert needs("dp=8") > needs("dp=8,recompute=full")
     assert needs("dp=8,microbatches=1") > needs("dp=8,recompute=full,zero=3")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unisono.comm.reduction import HALVES, INTEGERS, Reduction, plan_reduction
+from unisono.comm.reduction import HALF_DTYPES, INTEGERS, Reduction, plan_reduction
 from unisono.comm.rendezvous import launcher_env
 from unisono.errors import CommError, MissingPackageError, UsageError
 
@@ -60,8 +60,8 @@ class Library:
 
 
 # Stock gloo also claims halves and complex numbers, but not for every collective, and rounds halves at every hop.
-GLOO = Library("gloo", False, _PLAIN | HALVES, _PLAIN, _ARITHMETIC | _BITWISE)
-NCCL = Library("nccl", True, _PLAIN | HALVES, _PLAIN | HALVES, _ARITHMETIC)
+GLOO = Library("gloo", False, _PLAIN | HALF_DTYPES, _PLAIN, _ARITHMETIC | _BITWISE)
+NCCL = Library("nccl", True, _PLAIN | HALF_DTYPES, _PLAIN | HALF_DTYPES, _ARITHMETIC)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def folded(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
 def plan_wire(library: Library, op: str, dtype: torch.dtype) -> WirePlan:
     """How `library` reduces `dtype` by `op`. UsageError where that has no meaning on any backend."""
     reduction = plan_reduction(op, dtype)
-    if dtype in HALVES and dtype in library.reduces:
+    if dtype in HALF_DTYPES and dtype in library.reduces:
         reduction = Reduction(op, dtype, dtype, reduction.wire_op)
     wire_dtype = reduction.wire_dtype
     if wire_dtype == torch.int16 and not library.knows(reduction.wire_op, wire_dtype):

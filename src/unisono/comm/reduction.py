@@ -21,8 +21,8 @@ from unisono.errors import UsageError
 OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 OTHER_NAMES = {"prod": "product"}  # as Paddle, MindSpore and NumPy say
 
-HALVES = frozenset({torch.float16, torch.bfloat16})
-FLOATS = HALVES | {torch.float32, torch.float64}
+HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
+FLOATS = HALF_DTYPES | {torch.float32, torch.float64}
 INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
 COMPLEXES = frozenset({torch.complex64, torch.complex128})
 DTYPES = FLOATS | INTEGERS | COMPLEXES | {torch.bool}
@@ -166,7 +166,7 @@ def plan_reduction(op: str, dtype: torch.dtype) -> Reduction:
 
 
 def _wire_dtype(op: str, dtype: torch.dtype) -> torch.dtype:
-    if dtype in HALVES:
+    if dtype in HALF_DTYPES:
         return torch.float32
     if dtype in INTEGERS and op == "avg":
         return torch.int64

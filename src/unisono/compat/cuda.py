@@ -160,6 +160,7 @@ def names() -> dict[tuple[Any, str], Any]:
     cuda, nvtx = torch.cuda, torch.cuda.nvtx
     replaced: dict[tuple[Any, str], Any] = {
         (torch, "Generator"): Generator,
+        (cuda, "is_available"): lambda: False,  # a torch with CUDA would count the devices
         (cuda, "device_count"): lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         (cuda, "current_device"): _local_rank,
         (cuda, "get_device_name"): lambda device=None: NAME,

@@ -55,7 +55,7 @@ from unisono.parallel.data.reducer import current_step
 from unisono.parallel.expert.expert import MoE, needs_full_batch
 from unisono.parallel.inputs import register_dataclasses
 from unisono.parallel.layout import Split, layout_of
-from unisono.parallel.precision import HALVES
+from unisono.parallel.precision import HALF_DTYPES
 from unisono.parallel.share import batch_size_of
 from unisono.parallel.tensor.logits import in_shards
 from unisono.parallel.zero.units import on_gradient, refuse_create_graph
@@ -455,7 +455,7 @@ def _mapped(tree: Any, change: Change) -> Any:
 
 
 def _in_float32(leaf: Any) -> Any:
-    return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype in HALVES else leaf
+    return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype in HALF_DTYPES else leaf
 
 
 # ---- autograd functions of the note above --------------------------------------------------------------------------

@@ -43,7 +43,7 @@ from unisono.mesh.optimizers import OptimizerScope, optimizer_scope
 from unisono.parallel.float8 import Float8Layers, float8_layers
 from unisono.parallel.master_weights import ROUNDINGS, MasterWeights, RoundedStep, follow
 
-HALVES = (torch.float16, torch.bfloat16)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 _COMPUTED_IN: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _COMPUTED_IN["fp8"] = torch.bfloat16  # but for linear layers, which are float8: see float8.py
 
@@ -186,7 +186,9 @@ class Precision:
             return MasterWeights({name: named[name] for name in gathered if name in named}, emulates=self.half)
         if self.dtype is None or self.master is None:
             return None
-        halves = {name: each for name, each in model.named_parameters() if each.dtype in HALVES and each.requires_grad}
+        halves = {
+            name: each for name, each in model.named_parameters() if each.dtype in HALF_DTYPES and each.requires_grad
+        }
         return MasterWeights(halves) if halves else None
 
     def scaler(self, mesh: Mesh) -> LossScaler | None:
@@ -205,7 +207,8 @@ class Precision:
             if parameter.is_floating_point() and parameter.dtype != torch.float32 and not is_own:
                 raise UsageError(
                     f"precision={self.name} keeps parameters in float32, but {name} is {parameter.dtype}; pass the "
-                    "model in float32" + ("" if parameter.dtype in HALVES else f", or leave precision={self.name} out")
+                    "model in float32"
+                    + ("" if parameter.dtype in HALF_DTYPES else f", or leave precision={self.name} out")
                 )
         if self.master is None and not halves:
             raise UsageError(
@@ -236,7 +239,7 @@ def autocast(dtype: torch.dtype | None, device: torch.device) -> contextlib.Abst
     """torch's autocast for a half dtype; nothing for None and full precisions."""
     if dtype is None or dtype in (torch.float32, torch.float64):
         return contextlib.nullcontext()
-    if dtype not in HALVES:
+    if dtype not in HALF_DTYPES:
         raise UsageError(f"precision {dtype}; expected float16, bfloat16, float32 or float64")
     return _autocast(dtype, device)
 
@@ -311,7 +314,7 @@ def accumulate_in_float32(parameters: Iterable[torch.nn.Parameter]) -> None:
     Microbatches whose gradients are small beside the sum of the ones before would be lost to rounding otherwise.
     """
     for parameter in parameters:
-        if parameter.dtype in HALVES and parameter.requires_grad:
+        if parameter.dtype in HALF_DTYPES and parameter.requires_grad:
             parameter.grad_dtype = torch.float32
 
 
@@ -343,7 +346,7 @@ class LossScaler:
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to run backward from; in float32 at least, where it does not overflow."""
-        return (loss.float() if loss.dtype in HALVES else loss) * self.value
+        return (loss.float() if loss.dtype in HALF_DTYPES else loss) * self.value
 
     @torch.no_grad()
     def unscale(self, parameters: Iterable[torch.Tensor]) -> bool:

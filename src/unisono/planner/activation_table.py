@@ -37,7 +37,7 @@ class ActivationRow:
             "layer_mib": self.layer / MIB,
             "all_layers_gib": self.all_layers / GIB,
             "kept_mib": self.kept / MIB,
-            "talk": self.collectives,
+            "collectives": self.collectives,
             "computed_again": self.again,
         }
 

@@ -1,7 +1,7 @@
 """A task as the planner sees it, and which plans it allows.
 
-profile = profile_of(task, hardware)                     # traced without being allocated
-plan = choose(task, world, hardware)                   # what Engine(plan="auto") uses
+profile = Planner(task, hardware).profile     # traced without being allocated
+plan = choose(task, world, hardware)          # by prediction alone; Engine(plan="auto") races the best (auto.py)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from unisono.parallel.master_weights import AT_ONCE, RoundedStep
 from unisono.parallel.meta.meta_tensors import deep_copy
 from unisono.parallel.pipeline.rehearsal import rehearse
 from unisono.parallel.pipeline.split import blocks_of
-from unisono.parallel.precision import HALVES, Precision
+from unisono.parallel.precision import HALF_DTYPES, Precision
 from unisono.parallel.rules.rules import Styles
 from unisono.parallel.share import batch_size_of
 from unisono.parallel.task import Task
@@ -276,20 +276,24 @@ class Planner:
         """Of the tensors that the optimizer updates: parameters, or copies of them (see _weights)."""
         dtype = next((p.dtype for p in self.model.parameters() if p.requires_grad), torch.float32)
         rounding = self.precision.rounding if self.precision.master is None else None
-        if dtype in HALVES and rounding is not None:
+        if dtype in HALF_DTYPES and rounding is not None:
             state, _ = _measured_state(self.task.optimizer, dtype, rounding)
             wide, temporary = _measured_state(self.task.optimizer, torch.float32)
             # Parameter, gradient and state in float32, of some parameters at a time; and in half, read and written.
             temporary += 8.0 + wide
             traffic = 2 * (3 * dtype.itemsize + 2 * state)
             return OptimizerState(state, state, temporary, AT_ONCE, traffic, traffic)
-        is_copied = dtype in HALVES and self.precision.dtype is not None  # without ZeRO, too
+        is_copied = dtype in HALF_DTYPES and self.precision.dtype is not None  # without ZeRO, too
         sharded, wide = _measured_state(self.task.optimizer, torch.promote_types(dtype, torch.float32))
         plain, temporary = (sharded, wide) if is_copied else _measured_state(self.task.optimizer, dtype)
         wider = 12.0 + 2 * sharded
         traffic = wider if is_copied else 3 * dtype.itemsize + 2 * plain
         return OptimizerState(
-            plain, sharded, max(temporary, wide), traffic=wider if dtype in HALVES else traffic, plain_traffic=traffic
+            plain,
+            sharded,
+            max(temporary, wide),
+            traffic=wider if dtype in HALF_DTYPES else traffic,
+            plain_traffic=traffic,
         )
 
 
@@ -303,12 +307,6 @@ def _with_traffic(profile: ModelProfile, blocks: Blocks) -> ModelProfile:
             made[id(segment), visits] = replace(segment, expert_traffic=visits * profile.hidden)
         segments.append(made[id(segment), visits])
     return replace(profile, blocks=tuple(segments))
-
-
-def profile_of(
-    task: Task, hardware: Hardware, batch: int | None = None, precision: str | Precision | None = None
-) -> ModelProfile:
-    return Planner(task, hardware, batch, precision=precision).profile
 
 
 def choose(
@@ -400,7 +398,7 @@ def _weights(model: nn.Module, styles: Styles, precision: Precision) -> Iterator
     copied = masters.copies if masters is not None else {}
     experts = {id(p) for module in model.modules() if isinstance(module, MoE) for p in _expert_parameters(module)}
     for name, parameter in model.named_parameters():
-        is_half = parameter.dtype in HALVES
+        is_half = parameter.dtype in HALF_DTYPES
         has_copy = (is_half and precision.master is not None) or name in rounded
         yield (
             name,

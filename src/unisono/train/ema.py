@@ -21,7 +21,7 @@ import torch
 
 from unisono.errors import UsageError
 from unisono.parallel.full_state import full_tensors_in
-from unisono.parallel.precision import HALVES
+from unisono.parallel.precision import HALF_DTYPES
 from unisono.parallel.trainer import Trainer
 from unisono.train.callbacks import Callback, StepInfo
 from unisono.train.checkpoint.inventory import ByParameter
@@ -67,7 +67,7 @@ class EMA(Callback):
             if average is not None:
                 average.lerp_(tensor.detach().to(average.dtype), 1 - self.decay)
             elif tensor.is_floating_point():
-                dtype = torch.float32 if tensor.dtype in HALVES else tensor.dtype
+                dtype = torch.float32 if tensor.dtype in HALF_DTYPES else tensor.dtype
                 self._averages[name] = tensor.detach().to(dtype, copy=True)
         self.updates += 1
 

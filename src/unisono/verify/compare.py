@@ -14,7 +14,7 @@ from unisono.verify.training_record import Tensors, TrainingRecord
 
 # Halves: the dtype of what is computed; parameters, gradients and optimizer state are then float32. Rounding alone
 # sends a ReLU, or a sign in Adam, to the other side now and then: so norms are compared, and less is proved.
-HALVES = {"bfloat16": "bf16", "float16": "fp16"}
+HALF_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.2, "float16": 0.05}
 LOSS_TOLERANCE = TOLERANCE | {"bfloat16": 1e-2, "float16": 2e-3}
 KINDS = ("initial parameters", "loss", "gradients", "parameters", "buffers", "optimizer state")
@@ -263,7 +263,7 @@ def _worst(
         else:
             of_noise = key.partition(":")[0] in noise  # optimizer states are called parameter:state
             floor = scales[_family(key)] * (1 if of_noise else _NEGLIGIBLE[dtype])
-            deviation = _deviation(reference, planned[key], floor, of_norms=dtype in HALVES)
+            deviation = _deviation(reference, planned[key], floor, of_norms=dtype in HALF_DTYPES)
         if deviation > worst:
             worst, name = deviation, key
     return WorstDeviation(kind, worst, name, len(plain))

@@ -38,7 +38,7 @@ from unisono.parallel.task import Task, load_task
 from unisono.plan.plan import Plan
 from unisono.simulate.sketch import without_memory
 from unisono.verify.compare import (
-    HALVES,
+    HALF_DTYPES,
     ROUNDING,
     TOLERANCE,
     Verdict,
@@ -298,7 +298,7 @@ def _planned(task: Task, plan: Subject, steps: int, dtype: str, prepare: Any, ro
     if isinstance(plan, Plan):
         precision = _precision(task, dtype)
         return planned_record(task, plan, steps, _kept(dtype), prepare=prepare, precision=precision, rounding=rounding)
-    if dtype in HALVES:
+    if dtype in HALF_DTYPES:
         raise UsageError(f"a program is proved in float64 or float32, not in {dtype}")
     return program_record(task, plan.mesh(), steps, _kept(dtype), prepare=prepare, rounding=rounding, **plan.options)
 
@@ -321,14 +321,14 @@ def _plain(task: Task, steps: int, dtype: str, rounding: float = 0.0, noise: flo
 def _precision(task: Task, dtype: str) -> Precision:
     """Halves for real; else, in float64 or float32, the roundings of parameters that the task's precision makes."""
     own = Precision.of(task.precision)
-    if dtype not in HALVES:
+    if dtype not in HALF_DTYPES:
         return own if own.half is None else own.emulated(without_memory(task))
-    return Precision(HALVES[dtype], gather=own.gather, reduce=own.reduce)
+    return Precision(HALF_DTYPES[dtype], gather=own.gather, reduce=own.reduce)
 
 
 def _kept(dtype: str) -> torch.dtype:
     """The dtype of parameters, where `dtype` is that of what is computed."""
-    return torch.float32 if dtype in HALVES else getattr(torch, dtype)
+    return torch.float32 if dtype in HALF_DTYPES else getattr(torch, dtype)
 
 
 # ---- verdicts as they come -------------------------------------------------------------------------------------------

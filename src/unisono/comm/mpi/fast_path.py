@@ -23,7 +23,7 @@ from unisono.comm.mpi.calls import not_as_long
 from unisono.comm.mpi.work import LOOKS, failure, settle
 from unisono.comm.operation import Message
 from unisono.comm.p2p import TAGS
-from unisono.comm.reduction import COMPLEXES, DTYPES, HALVES, MEANINGFUL, plan_reduction
+from unisono.comm.reduction import COMPLEXES, DTYPES, HALF_DTYPES, MEANINGFUL, plan_reduction
 from unisono.comm.watchdog.op_log import OpLog, op_detail, root_detail
 from unisono.comm.watchdog.watchdog import Watchdog
 
@@ -38,7 +38,7 @@ _SHORT = 2**31 - 1  # bytes that every MPI takes in one call
 def _reductions() -> dict[tuple[torch.dtype, str], tuple[MPI.Datatype, MPI.Op]]:
     """The (dtype, op) that MPI reduces in a tensor's own memory. Complex tensors may be conjugate views."""
     found = {}
-    for dtype in DTYPES - HALVES - COMPLEXES:
+    for dtype in DTYPES - HALF_DTYPES - COMPLEXES:
         for op in MEANINGFUL:
             if dtype in MEANINGFUL[op] and op not in ("avg", "premul_sum"):
                 reduction = plan_reduction(op, dtype)

@@ -143,16 +143,16 @@ class Consistency:
                 if number in theirs:
                     known[rank] = theirs
             time.sleep(0.02)
-        camps: list[tuple[Signature, LoggedOp, list[int]]] = []
+        groups: list[tuple[Signature, LoggedOp, list[int]]] = []
         for rank in sorted(known):
             signature, entry = known[rank][number]
-            alike = next((ranks for first, _, ranks in camps if not signature.differs(first)), None)
+            alike = next((ranks for first, _, ranks in groups if not signature.differs(first)), None)
             if alike is None:
-                camps.append((signature, entry, [rank]))
+                groups.append((signature, entry, [rank]))
             else:
                 alike.append(rank)
         where = "" if log.group == "world" else f" in the group of ranks {','.join(map(str, log.ranks))}"
-        return report.report_difference([(entry, ranks) for _, entry, ranks in camps], where)
+        return report.report_difference([(entry, ranks) for _, entry, ranks in groups], where)
 
 
 def recent(log: OpLog) -> Recent:

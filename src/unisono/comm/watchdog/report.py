@@ -89,9 +89,9 @@ def report(states: Mapping[int, RankState], absent: Mapping[int, str], dispute: 
     return "; ".join(f"{ranks_in_words(ranks)} {_conjugated(phrase, len(ranks))}" for phrase, ranks in most_first)
 
 
-def report_difference(camps: Sequence[tuple[LoggedOp, Sequence[int]]], where: str) -> str:
+def report_difference(groups: Sequence[tuple[LoggedOp, Sequence[int]]], where: str) -> str:
     """One sentence on an operation that all have run, but not all the same; `where` names the group."""
-    most_first = sorted(camps, key=lambda camp: (-len(camp[1]), camp[1]))
+    most_first = sorted(groups, key=lambda group: (-len(group[1]), group[1]))
     parts = (
         f"{ranks_in_words(ranks)} {_conjugated('have run', len(ranks))} {entry}{where}" for entry, ranks in most_first
     )

@@ -301,9 +301,9 @@ class Watchdog:
         is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or program_rendezvous.address() is not None
         if self.rank == 0 or is_agents:
             became = "does not answer (is the agent that holds it stopped?)" if is_silent else "is gone"
-            return f"{own}; the store through which ranks meet {became}"
+            return f"{own}; the rendezvous store {became}"
         became = report.report({}, {0: self._exits.fate_of_first()}) if is_silent else "rank 0 has exited"
-        return f"{own}; {became}, and with it the store through which ranks meet"
+        return f"{own}; {became}, and with it the rendezvous store"
 
     # ---- the alarm -----------------------------------------------------------------------------------------------
 

@@ -186,7 +186,7 @@ def _lost_draws(rng_use: RngUse, step: ModelWithLoss, given: Any) -> list[str]:
     where = f"at {lines[0]} " if lines else ""
     return [
         f"{where}the model draws from Python's random or from numpy.random, and a program would keep for ever the "
-        "numbers of its trace; use torch.rand, torch.randn and their kin, which draw the same under every plan"
+        "numbers of its trace; use torch.rand, torch.randn and the like, which draw the same under every plan"
     ]
 
 

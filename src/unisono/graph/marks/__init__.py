@@ -1,6 +1,6 @@
 """Marks: the user's placements of tensors and ops on a mesh.
 
-api         mark, shard_tensor and their kin
+api         mark, shard_tensor and similar functions
 spec        the placement that a mark asks for, and for which node
 sharded     functions whose tensors are marked (shard_op)
 recorder    marks that a model makes while it is traced

@@ -225,8 +225,8 @@ class _Axis:
                     total += self._edge(source, output, self.chosen[source].outputs[output], name, wanted, gradient)
             elif source in self.graph.is_placeholder:
                 total += min(
-                    self._edge(source, output, lying.outputs[output], name, wanted, gradient)
-                    for lying in self._allowed[source]
+                    self._edge(source, output, option_of_source.outputs[output], name, wanted, gradient)
+                    for option_of_source in self._allowed[source]
                 )
         asked = set()
         for user, i, output in self.graph.users[name]:

@@ -290,7 +290,7 @@ def _refuse_draws(trace: Trace) -> None:
         if "draw" in node.meta and not is_followed(node):
             raise UsageError(
                 f"at {line_of(node) or node.name} the model draws random numbers by {target_name(node.target)}, in a "
-                "way of its own that is not the same under every placement; use torch.rand, torch.randn, their kin "
+                "way of its own that is not the same under every placement; use torch.rand, torch.randn and the like "
                 "and dropout (between the layers of a GRU: nn.Dropout), without generators of your own"
             )
 

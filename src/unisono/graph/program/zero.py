@@ -40,7 +40,7 @@ def require_stage(stage: int, mesh: Mesh) -> None:
     if stage not in STAGES:
         raise UsageError(f"zero={stage!r}; expected one of {', '.join(map(str, STAGES))}")
     if stage and AXIS not in mesh.names:
-        raise UsageError(f"zero={stage} shares out along the axis {AXIS}, which {mesh} does not have; name one so")
+        raise UsageError(f"zero={stage} shards along the axis {AXIS}, which {mesh} does not have; name one so")
 
 
 def in_shards(assignment: Assignment) -> Assignment:
@@ -52,26 +52,26 @@ def in_shards(assignment: Assignment) -> Assignment:
     for name in trace.parameters:
         if name in trace.packed_slices or name not in trace.tracked or changed[name][axis].outputs[0] != REPLICATE:
             continue
-        shape, lying = trace.specs[name][0].shape, assignment.layout(name)
-        dim = _even_dim(shape, lying, axis, mesh)
+        shape, placements = trace.specs[name][0].shape, assignment.layout(name)
+        dim = _even_dim(shape, placements, axis, mesh)
         if dim is not None:
             sharded = next(option for option in options(trace.node(name)) if option.outputs[0] == Shard(dim))
             changed[name] = (*changed[name][:axis], sharded, *changed[name][axis + 1 :])
     return replace(assignment, options=changed)
 
 
-def _even_dim(shape: tuple[int, ...], lying: Placements, axis: int, mesh: Mesh) -> int | None:
+def _even_dim(shape: tuple[int, ...], placements: Placements, axis: int, mesh: Mesh) -> int | None:
     """The first dim that the ranks of an axis can shard evenly. Not one that a later axis of the mesh shards: this axis
     would come before it, and every shard would be of other indices."""
-    later = {shard_dim(placement) for placement in lying[axis + 1 :]}
+    later = {shard_dim(placement) for placement in placements[axis + 1 :]}
     for dim in range(len(shape)):
-        if dim not in later and shape[dim] and divides(shape, _sharded_at(lying, axis, dim), mesh.shape):
+        if dim not in later and shape[dim] and divides(shape, _sharded_at(placements, axis, dim), mesh.shape):
             return dim
     return None
 
 
-def _sharded_at(lying: Placements, axis: int, dim: int) -> Placements:
-    return (*lying[:axis], Shard(dim), *lying[axis + 1 :])
+def _sharded_at(placements: Placements, axis: int, dim: int) -> Placements:
+    return (*placements[:axis], Shard(dim), *placements[axis + 1 :])
 
 
 class OptimizerShards:

@@ -19,7 +19,7 @@ from torch import nn
 from unisono.errors import UsageError
 from unisono.parallel.float8 import Float8Linear
 from unisono.parallel.full_state import Refusal
-from unisono.parallel.precision import HALVES, model_dtype
+from unisono.parallel.precision import HALF_DTYPES, model_dtype
 
 _MOST_WIDENED = 2**28  # elements, which take 1 GiB in float32
 
@@ -78,7 +78,7 @@ def _require_autocast(message: str) -> Any:
         if torch.compiler.is_compiling():
             return
         for each in module._parameters.values():
-            if each is not None and each.dtype in HALVES and not torch.is_autocast_enabled(each.device.type):
+            if each is not None and each.dtype in HALF_DTYPES and not torch.is_autocast_enabled(each.device.type):
                 raise UsageError(message)
 
     return before

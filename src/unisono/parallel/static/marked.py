@@ -146,9 +146,9 @@ class MarkedStages:
     def boundaries(self, blocks: Blocks) -> tuple[int, ...]:
         """The first block of every stage."""
         names = [blocks.name(number) for number in range(len(blocks.modules))]
-        strangers = sorted(set(self.stage_of) - set(names))
-        if strangers:
-            raise UsageError(f"{strangers[0]} is marked as a stage's first, but blocks are {', '.join(names)}")
+        unknown = sorted(set(self.stage_of) - set(names))
+        if unknown:
+            raise UsageError(f"{unknown[0]} is marked as a stage's first, but blocks are {', '.join(names)}")
         starts = {0: 0}
         for number, name in enumerate(names):
             if name in self.stage_of:

@@ -248,8 +248,8 @@ def styles_of(model: nn.Module, ranks: int, rules: Rules | None = None) -> Style
         styles = matched(model, _derived(model, ranks))
     if all(style.kind == "whole" for style in styles.values()):
         raise UsageError(
-            f"{type(model).__name__} brings no tensor-parallel plan, and its blocks show none; pass an example for a "
-            "search, or rules such as "
+            f"{type(model).__name__} defines no tensor-parallel plan, and none can be inferred from its blocks; pass "
+            "an example for a search, or rules such as "
             '{"*.fc1": "column", "*.fc2": "row", "*.qkv": "column:qkv", "*.out": "row", "*.attention": "heads:heads"}'
         )
     _find_attentions(model, styles)

@@ -42,7 +42,7 @@ from unisono.parallel.data.bucket import BUCKET_BYTES, Spare, buckets_of, gradie
 from unisono.parallel.data.reducer import Reducer
 from unisono.parallel.layout import layout_of, set_layout
 from unisono.parallel.master_weights import MasterWeights, Versions, hand_over, take_changes
-from unisono.parallel.precision import HALVES, round_parameter
+from unisono.parallel.precision import HALF_DTYPES, round_parameter
 from unisono.parallel.zero.shards import ShardBucket, ZeroShard, assigned_evenly, assigned_in_full
 from unisono.parallel.zero.units import Units
 from unisono.plan.plan import COPIES
@@ -174,7 +174,7 @@ class ShardedOptimizer(Reducer[ShardBucket]):
 
     def _needs_copy(self, name: str, parameter: nn.Parameter) -> bool:
         is_on_device = self._offload and parameter.device.type != "cpu"
-        is_half = parameter.dtype in HALVES and self._has_masters
+        is_half = parameter.dtype in HALF_DTYPES and self._has_masters
         is_rounded = name in self._rounded and (name in self.shards or self._is_emulated)
         return is_on_device or is_half or is_rounded
 
@@ -203,7 +203,7 @@ class ShardedOptimizer(Reducer[ShardBucket]):
 
     def _copy(self, parameter: nn.Parameter, local: torch.Tensor) -> nn.Parameter:
         """What the optimizer has of a parameter that is half, or on a device with little memory."""
-        dtype = torch.float32 if parameter.dtype in HALVES and self._has_masters else parameter.dtype
+        dtype = torch.float32 if parameter.dtype in HALF_DTYPES and self._has_masters else parameter.dtype
         copy = nn.Parameter(local.to("cpu" if self._offload else parameter.device, dtype, copy=True))
         set_layout(copy, layout_of(parameter))
         return copy
@@ -344,11 +344,9 @@ class ShardedOptimizer(Reducer[ShardBucket]):
 
 def _require_parameters_of(model: nn.Module, optimizer: Optimizer) -> None:
     names = {id(parameter) for parameter in model.parameters()}
-    strangers = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
-    if strangers:
-        raise UsageError(
-            f"the optimizer has {strangers} parameters that are not the model's; build it from those given"
-        )
+    foreign = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
+    if foreign:
+        raise UsageError(f"the optimizer has {foreign} parameters that are not the model's; build it from those given")
     shapes = {parameter.shape for parameter in model.parameters()}
     for index, value in _beside_state(optimizer):
         if value.numel() > 1 and value.shape in shapes and id(value) not in names:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -85,11 +84,3 @@ class Stages:
             blocks[rank] += len(self.spans[stage])
         longest = max(range(self.ranks), key=lambda rank: (blocks[rank], -rank))
         return tuple(sorted({0, min(1, self.ranks - 1), self.ranks - 1, longest}))
-
-
-def placement_of(ranks: int, chunks: int, turns: bool) -> tuple[int, ...]:
-    """Rank after rank, round after round; where the pipeline turns, every second round backwards."""
-    rounds: list[Sequence[int]] = []
-    for chunk in range(chunks):
-        rounds.append(range(ranks - 1, -1, -1) if turns and chunk % 2 else range(ranks))
-    return tuple(rank for one_round in rounds for rank in one_round)

@@ -121,7 +121,7 @@ def schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None
     made = Schedule(
         name=name,
         microbatches=microbatches,
-        placement=_placement(ranks, chunks, recipe.turns),
+        placement=stage_placement(ranks, chunks, recipe.turns),
         backward=recipe.backward,
         actions=recipe.generate(ranks, microbatches, chunks),
     )
@@ -160,7 +160,7 @@ def _recipe(name: str, ranks: int, microbatches: int, chunks: int | None) -> _Re
     return recipe
 
 
-def _placement(ranks: int, chunks: int, turns: bool) -> tuple[int, ...]:
+def stage_placement(ranks: int, chunks: int, turns: bool) -> tuple[int, ...]:
     """Rank after rank, round after round; where the pipeline turns, every second round backwards."""
     rounds = []
     for chunk in range(chunks):

@@ -14,7 +14,8 @@ from unisono.plan.cost.memory import local_elements
 from unisono.plan.cost.time import TimeModel
 from unisono.plan.plan import Plan
 from unisono.plan.profile.model_profile import ModelProfile
-from unisono.plan.profile.stages import Stages, placement_of
+from unisono.plan.profile.stages import Stages
+from unisono.plan.schedules.schedule import stage_placement
 from unisono.plan.search.balance import balanced, checked, quickly_balanced, require_enough
 
 Balance = Callable[[Sequence[float], int], tuple[int, ...]]  # (cost of each block, stages) -> first block of each stage
@@ -52,7 +53,7 @@ class Partitioner:
         return self._made[key]
 
     def _stages(self, plan: Plan, starts: tuple[int, ...]) -> Stages:
-        return Stages(self.profile, starts, placement_of(plan.pp, chunks_of(plan), plan.schedule == "zbv"))
+        return Stages(self.profile, starts, stage_placement(plan.pp, chunks_of(plan), plan.schedule == "zbv"))
 
     def _as_given(self, plan: Plan) -> tuple[int, ...]:
         blocks, stages = self.profile.blocks, plan.pp * chunks_of(plan)

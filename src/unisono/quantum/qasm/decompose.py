@@ -32,7 +32,7 @@ def euler(matrix: Matrix) -> tuple[float, float, float, float]:
 
 
 def named(operation: Operation) -> list[Operation]:
-    """The operation without explicit matrices and Pauli words: u3, phases, and gates of the table under controls."""
+    """The operation without explicit matrices and Pauli strings: u3, phases, and gates of the table under controls."""
     kind = operation.gate
     if isinstance(kind, PauliRotation):
         return [each for part in operation.lowered() for each in _parity_rotation(part)]

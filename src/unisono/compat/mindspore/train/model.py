@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
 
 from unisono.comm.communicator import Communicator
 from unisono.compat.language import say
@@ -280,11 +281,13 @@ class Model:
     ) -> list[Primitive]:
         """Run the net and the loss on shapes alone, so that what cannot be is said before any rank waits. The ops with
         strategies that were called."""
+        # not every version of torch makes fake tensors of a class of parameters that it does not know
+        shown = {name: each.detach().as_subclass(torch.Tensor) for name, each in self._net.named_parameters()}
         try:
             with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), checked_strategies() as marked:
                 inputs, target = self._paired([torch.empty(each.shape, dtype=each.dtype) for each in example])
                 given = (inputs,) if self._loss is not None else inputs
-                outputs = self._net(*given)
+                outputs = functional_call(self._net, shown, given)
                 loss = self._loss_of()(outputs, target)
         except ShapeError as error:
             raise self._unfit(error, example, shapes, dataset) from None

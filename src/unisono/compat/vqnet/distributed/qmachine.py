@@ -245,13 +245,13 @@ class DistributeQMachine(Module):
         form = repr((self._form, [(each.terms, str(each)) for each in observables], self.batchsize))
         digest = int.from_bytes(hashlib.sha256(form.encode()).digest()[:7], "big")
         digests = [int(each) for each in comm.all_gather(torch.tensor([digest], device=comm.device))]
-        strangers = [rank for rank, each in enumerate(digests) if each != digests[0]]
-        if strangers:
+        different = [rank for rank, each in enumerate(digests) if each != digests[0]]
+        if different:
             raise UsageError(
                 say(
-                    f"DistributeQMachine: rank {strangers[0]} recorded other gates than rank 0, or on another "
+                    f"DistributeQMachine: rank {different[0]} recorded other gates than rank 0, or on another "
                     "number of samples; all ranks share one state, so give all of them the same batch",
-                    f"DistributeQMachine：{strangers[0]} 号进程记录的门或样本数与 0 号进程不同；所有进程共有一"
+                    f"DistributeQMachine：{different[0]} 号进程记录的门或样本数与 0 号进程不同；所有进程共有一"
                     "个态，请给出相同的批",
                 )
             )

@@ -36,12 +36,12 @@ class Settings:
                     f"{where}：应为 {self._listed} 的字典，而不是 {type(given).__name__}",
                 )
             )
-        strangers = [key for key in given if key not in known]
-        if strangers:
+        unknown = [key for key in given if key not in known]
+        if unknown:
             raise UsageError(
                 say(
-                    f"{where}: unknown key {strangers[0]!r}; known are {self._listed}",
-                    f"{where}：未知的键 {strangers[0]!r}；已知的键为 {self._listed}",
+                    f"{where}: unknown key {unknown[0]!r}; known are {self._listed}",
+                    f"{where}：未知的键 {unknown[0]!r}；已知的键为 {self._listed}",
                 )
             )
         self._given = given

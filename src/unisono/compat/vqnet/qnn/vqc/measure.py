@@ -91,12 +91,12 @@ def _by_wires(given: Mapping[str, Any]) -> PauliSum:
                 f"MeasureAll：obs 缺少键 {missing[0]!r}；应有 {', '.join(_BY_WIRES)}",
             )
         )
-    strangers = [key for key in given if key not in _BY_WIRES]
-    if strangers:
+    unknown = [key for key in given if key not in _BY_WIRES]
+    if unknown:
         raise UsageError(
             say(
-                f"MeasureAll: unknown key {strangers[0]!r} of obs; expected {', '.join(_BY_WIRES)}",
-                f"MeasureAll：obs 有未知的键 {strangers[0]!r}；应有 {', '.join(_BY_WIRES)}",
+                f"MeasureAll: unknown key {unknown[0]!r} of obs; expected {', '.join(_BY_WIRES)}",
+                f"MeasureAll：obs 有未知的键 {unknown[0]!r}；应有 {', '.join(_BY_WIRES)}",
             )
         )
     columns = [_listed(given[key]) for key in _BY_WIRES]
