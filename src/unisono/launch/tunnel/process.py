@@ -1,4 +1,4 @@
-"""The tunnel of a host: `python -m unisono.launch.tunnel.process PARENT FOLDER ADDRESS`, whose stdin leads to its agent.
+"""The tunnel of a host: `python -m unisono.launch.tunnel.process PARENT FOLDER ADDRESS`; its stdin leads to its agent.
 
     agent: -> {"port", "certificate"}, <- {"node", "store", "peers": [[address, port, certificate, host], ...]},
         -> {"store": port}
@@ -112,21 +112,22 @@ class Tunnel:
 
     def _answer(self, end: socket.socket) -> None:
         """One rank, as long as it lives."""
-        ports, listeners = list[int](), list[socket.socket]()
+        targets, listeners = list[tuple[str, int]](), list[socket.socket]()
         with end, contextlib.suppress(OSError, ValueError), end.makefile("rwb", buffering=0) as lines:
             while text := lines.readline():
                 request, answer = json.loads(text), {}
                 if "register" in request:
-                    ports.append(request["register"])
-                    self._targets[ports[-1]] = _LOOPBACK, ports[-1]
+                    targets.append((_LOOPBACK, int(request["register"])))
+                    self._targets[request["register"]] = targets[-1]
                 else:
                     node, port = request["reach"]
                     listeners.append(network.listen(_LOOPBACK, 0))
                     answer = {"port": listeners[-1].getsockname()[1]}
                     _in_thread(self._lead, listeners[-1], node, port, True)
                 lines.write(json.dumps(answer).encode() + b"\n")
-        for port in ports:
-            self._targets.pop(port, None)
+        for target in targets:
+            if self._targets.get(target[1]) is target:  # and not one that another rank has now
+                del self._targets[target[1]]
         for each in listeners:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)  # its thread closes it
