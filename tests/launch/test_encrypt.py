@@ -381,17 +381,15 @@ print(count, *sorted(seen))
 
 _MARKED = """
 import os, sys
-import torch
+import torch, torch.distributed as dist
 import unisono as uni
 tensor, thing, key = (bytes.fromhex(each) for each in os.environ["MARKS"].split())
 comm = uni.init()
-zeros = torch.zeros(1 << 16, dtype=torch.uint8)
-whole = torch.frombuffer(bytearray(tensor * (len(zeros) // len(tensor))), dtype=torch.uint8)
-comm.broadcast(whole if comm.rank == 0 else zeros, 0)
-total = comm.all_reduce((whole if comm.rank == 0 else zeros).int())
-assert total.tolist() == whole.int().tolist()
+whole = torch.frombuffer(bytearray(tensor * 4096), dtype=torch.uint8)
+got = whole.clone() if comm.rank == 0 else torch.zeros(len(whole), dtype=torch.uint8)
+dist.broadcast(got, 0)
+assert got.tolist() == whole.tolist()
 assert comm.all_gather_object(thing if comm.rank == 3 else b"")[3] == thing
-import torch.distributed as dist
 store = dist.distributed_c10d._get_default_store()
 if comm.rank == 3:
     store.set("mark", key)
@@ -400,6 +398,7 @@ print("all right")
 """
 
 
+@pytest.mark.hosts
 @pytest.mark.parametrize("encrypts", [False, True])
 def test_what_crosses_the_network(hosts: Hosts, tmp_path: Path, encrypts: bool) -> None:
     """A tensor, an object and a value of the store; the cable's own end sees them all without --encrypt."""
@@ -419,6 +418,7 @@ def test_what_crosses_the_network(hosts: Hosts, tmp_path: Path, encrypts: bool) 
     assert _tunnels(hosts) == []
 
 
+@pytest.mark.hosts
 def test_training_is_the_same(hosts: Hosts, tmp_path: Path) -> None:
     write_script(tmp_path, _TRAIN)
     plain = _run(hosts, tmp_path, "--backend", "gloo").finish(timeout=240)
@@ -454,6 +454,7 @@ def _await_ranks(folder: Path, process: Any, attempt: int = 0) -> list[list[int]
     return [[int(each) for each in (folder / f"up.{attempt}.{rank}").read_text().split()] for rank in range(4)]
 
 
+@pytest.mark.hosts
 def test_a_stranger_is_closed_and_the_job_ends_well(hosts: Hosts, tmp_path: Path) -> None:
     write_script(tmp_path, _WAITS)
     with _run(hosts, tmp_path, "--encrypt").started() as process:
@@ -494,6 +495,7 @@ def _listening(hosts: Hosts, host: int) -> list[int]:
     return found
 
 
+@pytest.mark.hosts
 def test_a_rank_that_is_killed_on_the_other_host_is_named_and_all_start_again(hosts: Hosts, tmp_path: Path) -> None:
     write_script(tmp_path, _WAITS)
     with _run(hosts, tmp_path, "--encrypt", "--max-restarts", "1").started() as process:
@@ -508,6 +510,7 @@ def test_a_rank_that_is_killed_on_the_other_host_is_named_and_all_start_again(ho
     assert _tunnels(hosts) == []
 
 
+@pytest.mark.hosts
 @pytest.mark.parametrize("victim", ["launcher", "agent", "tunnel"])
 def test_nothing_is_left(hosts: Hosts, tmp_path: Path, victim: str) -> None:
     write_script(tmp_path, _WAITS)

@@ -29,7 +29,7 @@ class HostTunnel:
         words = [sys.executable, "-P", "-m", "unisono.launch.tunnel.process"]
         words += [str(os.getpid()), str(self.folder), address]
         with theirs:
-            self._process = subprocess.Popen(words, stdin=theirs, stdout=subprocess.DEVNULL)
+            self._process = subprocess.Popen(words, stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
         self._arrived = b""
         self._line.settimeout(_START)
         greeting = self._read()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -186,6 +187,8 @@ def main(parent: int, folder: Path, address: str) -> None:
     process_tree.die_with_parent(parent)
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)  # ranks that save before they end still talk
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two descriptors for each pair of ranks and group
     line = socket.socket(fileno=os.dup(0))
     try:
         key, own = certificate.make(folder)
