@@ -277,6 +277,12 @@ def _nodes(folder: Path, *options: str, on_second: tuple[str, ...] | None = None
     ]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     started = [each.start(**pipes) for each in runs]
+    if on_second is not None:  # one is refused; the other would wait for it
+        while all(each.poll() is None for each in started):
+            time.sleep(0.05)
+        for each in started:
+            if each.poll() is None:
+                each.terminate()
     outputs = [each.communicate(timeout=240) for each in started]
     assert [each.left_running() for each in runs] == [[], []]
     return [(each.returncode, *output) for each, output in zip(started, outputs, strict=True)]

@@ -24,16 +24,18 @@ def make(folder: Path) -> tuple[Path, str]:
     certificate = _by_openssl(path, name) or _by_cryptography(path, name)
     if not certificate:
         raise LaunchError(
-            "--encrypt makes a key on every host, and there is neither the command openssl nor the Python package "
-            "cryptography: install one of them"
+            "--encrypt makes a key on every host, and here is neither a command openssl that does nor the Python "
+            "package cryptography: install one of them"
         )
     return path, certificate
 
 
 def _by_openssl(path: Path, name: str) -> str:
     """ "" where there is no such command, or one that is too old."""
+    settings = path.with_suffix(".cnf")  # the system's may be missing, and old versions want one
+    settings.write_text("[req]\ndistinguished_name = name\n[name]\n")
     key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", str(path)]
-    words = ["openssl", "req", "-x509", *key, "-subj", f"/CN={name}", "-days", str(_DAYS), "-config", "/dev/null"]
+    words = ["openssl", "req", "-x509", *key, "-subj", f"/CN={name}", "-days", str(_DAYS), "-config", str(settings)]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired):
