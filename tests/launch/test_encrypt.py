@@ -105,17 +105,29 @@ def test_bytes_arrive_in_both_directions_and_all_before_the_end(tunnels: list[Ho
         kept.close()
 
 
-def test_what_a_rank_said_last_arrives_though_it_was_still_being_spoken_to(tunnels: list[HostTunnel]) -> None:
+def test_what_a_rank_said_last_arrives_though_it_is_still_spoken_to(tunnels: list[HostTunnel]) -> None:
     last = os.urandom(3_000_000)
     with socket.create_server((LOOP, 0)) as listening:
         listening.settimeout(PATIENCE)
         _answer, kept = _ask(tunnels[0], register=listening.getsockname()[1])
         with _through(tunnels, listening.getsockname()[1]) as here, listening.accept()[0] as there:
-            here.sendall(b"x" * 1000)  # is never read
-            sender = threading.Thread(target=lambda: (there.sendall(last), there.close()))
-            sender.start()
+
+            def speak() -> None:
+                with contextlib.suppress(OSError):
+                    while True:
+                        here.sendall(bytes(100_000))
+
+            def speak_last() -> None:
+                there.sendall(last)
+                there.shutdown(socket.SHUT_WR)  # unlike an end with unread bytes, which the kernel turns into a reset
+
+            threads = [threading.Thread(target=each) for each in (speak, speak_last)]
+            for each in threads:
+                each.start()
             assert _read_all(here) == last
-            sender.join()
+            here.shutdown(socket.SHUT_RDWR)
+            for each in threads:
+                each.join()
         kept.close()
 
 
@@ -362,6 +374,11 @@ def _tunnels(hosts: Hosts) -> list[int]:
     return [pid for pid in found if is_alive(pid)]
 
 
+def _await_no_tunnel(hosts: Hosts) -> None:
+    for pid in _tunnels(hosts):
+        await_end(pid)
+
+
 _CAPTURE = """
 import socket, sys
 words = [bytes.fromhex(each) for each in sys.argv[2:]]
@@ -421,7 +438,8 @@ def test_what_crosses_the_network(hosts: Hosts, tmp_path: Path, encrypts: bool) 
     assert done.stdout.count("all right") == 4
     assert int(count) > 1 << 16
     assert seen == ([] if encrypts else ["0", "1", "2"])
-    assert _tunnels(hosts) == []
+    _await_no_tunnel(hosts)
+    assert not list(tmp_path.glob("unisono-*"))  # of the first host's agent, with its key
 
 
 @pytest.mark.hosts
@@ -485,7 +503,7 @@ except OSError:
         out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert sorted(out.splitlines()) == [f"[{rank}] well 0" for rank in range(4)]
-    assert _tunnels(hosts) == []
+    _await_no_tunnel(hosts)
 
 
 def _listening(hosts: Hosts, host: int) -> list[int]:
@@ -513,7 +531,7 @@ def test_a_rank_that_is_killed_on_the_other_host_is_named_and_all_start_again(ho
     assert process.returncode == 128 + signal.SIGKILL
     assert "restart 1 of 1: rank 3 was killed on host node1" in err.replace("was killed by SIGKILL", "was killed")
     assert re.search(r"rank 2 .*on host node1", err.splitlines()[-1]), err
-    assert _tunnels(hosts) == []
+    _await_no_tunnel(hosts)
 
 
 @pytest.mark.hosts
