@@ -28,6 +28,7 @@ LONG = (  # the longest files, longest first, those that wait among them
     "examples/",
     "launch/test_remote.py",
     "launch/test_slurm.py",
+    "launch/test_encrypt.py",
     "deploy/",
     "planner/test_planning.py",
     "parallel/test_loop.py",

@@ -7,6 +7,7 @@
     transport/       how the launcher reaches its agents: wire, links, ssh, mpiexec, preflight checks
     agent/           the process on each node that runs its ranks: torch's elastic agent
     store/           the job's secret, and the key-value store for those who know it
+    tunnel/          --encrypt: what ranks of different hosts say, through a tunnel of each host
     worker/          the rank processes: worker pool, main program of a rank
     outcome/         how a job ends: monitor, failure records, which failure is shown
     console          output of the job for the user

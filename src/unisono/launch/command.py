@@ -85,6 +85,7 @@ def add_options(
     )
     parser.set_defaults(parse_rest=parser.parse_args)
     add("--min-ranks", type=int, metavar="K", help="with --elastic: end when fewer than K ranks remain")
+    add("--encrypt", action="store_true", help="encrypt what ranks of different hosts say to each other (backend gloo)")
     add("--timeout", type=float, metavar="S", help="seconds a collective may take before the job is stopped")
     add("--check", action="store_true", help="compare every collective between ranks before it runs")
     add(
@@ -188,6 +189,7 @@ def job_of(chosen: argparse.Namespace) -> LaunchJob:
         raise UsageError(f"--master-port {chosen.master_port}: must be between 1 and 65535")
     world = group.world if group else sum(placement.count for placement in placements)
     _require_elastic(chosen, world)
+    _settle_encrypt(chosen, group.nodes if group else len(placements), group)
     return LaunchJob(
         program=_command(chosen.command) if chosen.no_python else _program(chosen.command, chosen.module),
         placements=tuple(placements),
@@ -204,6 +206,7 @@ def job_of(chosen: argparse.Namespace) -> LaunchJob:
         elastic=chosen.elastic,
         min_ranks=chosen.min_ranks or 1,
         group=group,
+        encrypt=chosen.encrypt,
     )
 
 
@@ -263,6 +266,31 @@ def _require_elastic(chosen: argparse.Namespace, world: int) -> None:
         raise UsageError("--elastic continues by restarting: give the number of restarts with --max-restarts R")
     if chosen.backend == "mpi":
         raise UsageError("--elastic does not work with --backend mpi, where mpiexec ends all hosts; use gloo or nccl")
+
+
+def _settle_encrypt(chosen: argparse.Namespace, nodes: int, group: NodeGroup | None) -> None:
+    """Check --encrypt against the other options; with several hosts the backend is gloo."""
+    if not chosen.encrypt:
+        return
+    if chosen.backend in ("nccl", "mpi"):
+        whose = "NCCL" if chosen.backend == "nccl" else "the site's MPI"
+        raise UsageError(
+            f"--encrypt is for --backend gloo, and {chosen.backend} was given, whose connections belong to {whose}: "
+            "use gloo, or a network of your own"
+        )
+    if nodes == 1:
+        return
+    if chosen.no_python:
+        raise UsageError(
+            "--encrypt and --no-python exclude each other: a program in an interpreter of its own does not find the "
+            "tunnel; give a Python script"
+        )
+    if group is not None and not os.environ.get(environment.SECRET_FILE):
+        raise UsageError(
+            "--encrypt where every node has a launcher of its own needs a secret that all share: name a file with it "
+            f"in {environment.SECRET_FILE}, as made by: (umask 077; openssl rand -hex 32 > FILE)"
+        )
+    chosen.backend = "gloo"
 
 
 def _hosts(chosen: argparse.Namespace) -> list[Host]:

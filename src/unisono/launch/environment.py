@@ -25,6 +25,7 @@ LAUNCHER = "UNISONO_LAUNCHER"  # process id of the launcher, on its host
 ATTEMPT = "UNISONO_ATTEMPT"  # restarts of the job before this start: "0", "1", ...
 MEMORY = "UNISONO_MEMORY"  # folder in the memory of each host, for checkpoints that last as long as the job
 SECRET_FILE = "UNISONO_SECRET_FILE"  # path of the job's secret, see store.secret; users may name one of their own
+TUNNEL = "UNISONO_TUNNEL"  # from `--encrypt`: see tunnel.addresses
 STORE = "UNISONO_STORE"  # address and port of the job's store, and the MASTER_PORT beside which it was given
 LOST_HOSTS = "UNISONO_GONE"  # hosts that an elastic job has lost: "b,c"; unset if none
 
@@ -35,7 +36,7 @@ CONNECT = "UNISONO_CONNECT"  # address of the launcher for agents started by mpi
 
 # A remote rank starts in its host's environment, with these variables of the launcher's.
 FORWARDED_PREFIXES = ("UNISONO_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "PYTHON")
-_OF_THE_JOB = (CONNECT, FAILURE_FILE, SECRET_FILE, STORE, LAUNCHER, LOST_HOSTS, MEMORY)
+_OF_THE_JOB = (CONNECT, FAILURE_FILE, SECRET_FILE, STORE, TUNNEL, LAUNCHER, LOST_HOSTS, MEMORY)
 NOT_FORWARDED = (*_OF_THE_JOB, HOST, SSH, HOST_TIMEOUT, MPIEXEC)
 
 

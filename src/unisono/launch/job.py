@@ -46,6 +46,7 @@ class LaunchJob:
     elastic: bool = False  # continue on the remaining hosts when one is lost
     min_ranks: int = 1  # end the job when fewer remain
     returns: int = 0  # starts because a lost host had come back, which are not counted as restarts
+    encrypt: bool = False  # what ranks of different hosts say
     group: NodeGroup | None = None  # the other nodes have launchers of their own, started by a scheduler
 
     @property
@@ -89,6 +90,7 @@ class LaunchJob:
             start_timeout=self.start_timeout if self.group else 0.0,
             local_offset=self.group.local_offset if self.group else 0,
             ranks_on_host=self.group.local_world if self.group else 0,
+            encrypt=self.encrypt and self.several_hosts,
             launcher=os.getpid() if self.group or self._is_local(host) else 0,
         )
 
@@ -117,6 +119,7 @@ class NodeJob:
     local_offset: int = 0  # local rank of the first rank, where a host has several nodes
     ranks_on_host: int = 0  # ranks of all of those
     secret: str = field(default="", repr=False)  # in hexadecimal digits; "": see store.secret.of_job
+    encrypt: bool = False  # what its ranks and those of other nodes say: see launch.tunnel
     launcher: int = 0  # its process id; 0 on other hosts
 
     def rank_variables(self, rank: int, local_rank: int, local_world: int, port: int, attempt: int) -> dict[str, str]:

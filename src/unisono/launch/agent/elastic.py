@@ -10,6 +10,7 @@ Where a scheduler starts the nodes, it may replace one that was lost: the new on
 from __future__ import annotations
 
 import datetime
+import json
 import logging
 import signal
 import socket
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +43,8 @@ from unisono.launch.store import program_rendezvous
 from unisono.launch.store.client import AuthenticatedStore
 from unisono.launch.store.server import StoreServer
 from unisono.launch.transport import network
+from unisono.launch.tunnel import addresses
+from unisono.launch.tunnel.host_tunnel import HostTunnel
 from unisono.launch.worker import rank_main
 from unisono.launch.worker.pool import WorkerPool
 
@@ -91,6 +95,8 @@ class NodeRendezvous(RendezvousHandler):
         self._job = job
         self._generations = PrefixStore("unisono/generations", store)
         self._ranks_store: TCPStore | None = None
+        self._tunnel: HostTunnel | None = None
+        self._store_at = job.address, job.port
         self.generation = -1
 
     def join(self) -> None:
@@ -99,6 +105,7 @@ class NodeRendezvous(RendezvousHandler):
         job = self._job
         version = sys.modules["unisono"].__version__
         own = f"{job.nodes} nodes of {job.count} ranks, unisono {version}, torch {torch.__version__}"
+        own += ", --encrypt" if job.encrypt else ""
         own += f", {job.identity}" if job.identity else ""
         first = self._generations.compare_set("job", "", own).decode()
         if first != own:
@@ -157,7 +164,32 @@ class NodeRendezvous(RendezvousHandler):
     def variables(self, port: int) -> dict[str, str]:
         """By which ranks find their store."""
         is_own = isinstance(self._store, AuthenticatedStore)
-        return program_rendezvous.variables(self._job.address, self._job.port, port) if is_own else {}
+        found = program_rendezvous.variables(*self._store_at, port) if is_own else {}
+        return found if self._tunnel is None else found | addresses.variables(self._job.node, port, self._tunnel.folder)
+
+    def open_tunnel(self, folder: Path) -> None:
+        """With --encrypt: a tunnel for the ranks of this generation, once those of all nodes have been introduced."""
+        job, now = self._job, self.generation
+        if self._tunnel is not None:
+            self._tunnel.close()
+        own_address = network.source_address(job.address)
+        self._tunnel = HostTunnel(job.host, own_address, folder)
+        self._generations.set(f"tunnel/{now}/{job.node}", json.dumps(self._tunnel.introduction))
+        if self._generations.add(f"tunnels/{now}", 1) == job.nodes:
+            self._generations.set(f"all tunnels/{now}", "1")
+        self._await(f"all tunnels/{now}")
+        if self.num_nodes_waiting():
+            return  # to a restart: these ranks will be stopped
+        told = self._generations.multi_get([f"tunnel/{now}/{node}" for node in range(job.nodes)])
+        store = (own_address, job.port) if job.node == 0 else None
+        store_port = self._tunnel.connect(job.node, store, [json.loads(each) for each in told])
+        if store is None:
+            self._store_at = "127.0.0.1", store_port
+
+    def require_tunnel(self) -> None:
+        """LaunchError where it has ended."""
+        if self._tunnel is not None:
+            self._tunnel.require_running()
 
     def standing_still(self) -> AbstractContextManager[None]:
         """In the block this process may fork."""
@@ -247,6 +279,8 @@ class Agent(SimpleElasticAgent):
         offset, ranks_here = self._job.local_offset, self._job.ranks_on_host or self._job.count
         port = worker_group.master_port
         assert port is not None
+        if self._job.encrypt:
+            self._handler.open_tunnel(self._pool.folder)
         with self._handler.standing_still():
             for worker in worker_group.workers:
                 variables = self._job.rank_variables(
@@ -270,6 +304,7 @@ class Agent(SimpleElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._pool.pump(_MONITOR)
         self._reporter.refused(*self._handler.refused())
+        self._handler.require_tunnel()
         if self._pool.failures():
             # restarts are counted for the job, not for each node
             self._remaining_restarts = 0 if self._is_permanent() else self._job.max_restarts - self._attempt

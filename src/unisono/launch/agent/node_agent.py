@@ -257,6 +257,9 @@ def _limit_threads(job: NodeJob) -> None:
 
 def _set_gloo_interface(job: NodeJob) -> None:
     """Name the network interface for gloo, which would look up the host's name to find it; that often fails."""
+    if job.encrypt:
+        job.environment["GLOO_SOCKET_IFNAME"] = "lo"
+        return
     if "GLOO_SOCKET_IFNAME" in os.environ or "GLOO_SOCKET_IFNAME" in job.environment:
         return
     interface = network.interface_of(network.source_address(job.address))

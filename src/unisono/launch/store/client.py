@@ -35,6 +35,7 @@ from unisono.launch.store.server import (
     next_message,
 )
 from unisono.launch.store.session import Forged, Session
+from unisono.launch.tunnel import addresses
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)  # as of torch's stores
 _MARGIN = 30.0  # seconds that an answer may come later than the server was asked for
@@ -59,6 +60,7 @@ class AuthenticatedStore(dist.Store):
         self.set_timeout(timeout)
         self.host, self.port, self.server = address, port, server
         self._key = key
+        self._tunnel = addresses.of_job()
         self._lock = threading.Lock()
         self._arrived = bytearray()
         self._socket, self._session = _connect(address, port, key, timeout.total_seconds())
@@ -85,16 +87,20 @@ class AuthenticatedStore(dist.Store):
     # ---- torch's interface ---------------------------------------------------------------------------------------
 
     def set(self, key: str, value: Any) -> None:
-        self._request(SET, key.encode(), _bytes(value))
+        self.multi_set([key], [value])
 
     def multi_set(self, keys: list[str], values: list[Any]) -> None:
-        self._request(SET, *(each for pair in zip(_keys(keys), map(_bytes, values), strict=True) for each in pair))
+        given = map(_bytes, values)
+        if self._tunnel is not None:
+            given = map(self._tunnel.outgoing, given)
+        self._request(SET, *(each for pair in zip(_keys(keys), given, strict=True) for each in pair))
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        return self._request(GET, b"%d" % _milliseconds(self._limit), *_keys(keys), wait=self._limit)
+        found = self._request(GET, b"%d" % _milliseconds(self._limit), *_keys(keys), wait=self._limit)
+        return found if self._tunnel is None else list(map(self._tunnel.incoming, found))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         timeout = self._limit if timeout is None else timeout

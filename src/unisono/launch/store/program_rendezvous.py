@@ -17,6 +17,7 @@ from urllib.parse import parse_qs, urlparse
 
 from unisono.launch import environment
 from unisono.launch.store import secret
+from unisono.launch.tunnel import addresses
 
 
 def address(environ: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
@@ -51,7 +52,8 @@ def _from_environment(url: str, timeout: timedelta = timedelta(minutes=30), **op
     import torch.distributed as dist
 
     found, key = address(), secret.of_job()
-    if found is None or key is None or torch.cuda.is_available():  # or the program has chosen another place to meet
+    is_nccls = torch.cuda.is_available() and addresses.of_job() is None
+    if found is None or key is None or is_nccls:  # or the program has chosen another place to meet
         yield from _torchs[0](url, timeout=timeout, **options)
         return
 

@@ -70,6 +70,11 @@ class WorkerPool:
         self._gate: tuple[int, int] | None = None
         self.workers: dict[int, Worker] = {}
 
+    @property
+    def folder(self) -> Path:
+        """For this user only, until the pool is closed."""
+        return self._folder
+
     def share_secret(self, secret: bytes) -> None:
         """Ranks find the job's secret in a file in a folder, and both are closed to other users."""
         self._secret_file = job_secret.write(self._folder, secret)
