@@ -73,7 +73,7 @@ def ranks(folder: Path) -> None:
 
 
 def job(folder: Path, how: str) -> None:
-    """`ends`, `fails` on its last rank, or `stays` until it is ended from outside."""
+    """It `ends`, `fails` on its last rank, or on all (`all-fail`), or `stays` until it is ended from outside."""
     comm = uni.init()
     x = torch.ones(8)
     comm.all_reduce(x)
@@ -81,7 +81,7 @@ def job(folder: Path, how: str) -> None:
     if comm.rank == 0:
         mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
         (folder / "segments").write_text("\n".join(each for each in mapped if each.startswith("/dev/shm/")))
-    if how == "fails" and comm.rank == comm.size - 1:
+    if how == "all-fail" or (how == "fails" and comm.rank == comm.size - 1):
         raise RuntimeError("asked to fail")
     if how == "stays":
         (folder / f"stays.{comm.rank}").touch()
@@ -174,9 +174,9 @@ def steps(folder: Path, plan: str, wanted: str) -> None:
         steps=count,
         batch_size=8,
         validation=Made(16),
-        evaluate_every=max(count // 20, 1),
+        evaluate_every=max(count // 50, 1),
         save=folder / "run",
-        save_every=max(count // 20, 1),
+        save_every=max(count // 50, 1),  # five before the first look: what a checkpoint takes is there after the third
         callbacks=[Look(folder, max(count // MANY_LOOKS, 1))],
     )
     assert len(history.losses) == count

@@ -14,7 +14,6 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -91,8 +90,7 @@ def _host_info() -> dict[str, Any]:
     }
 
 
-_SEGMENT = "/dev/shm/mpich_shm_"
-_LOOK = 5.0  # seconds between looks for it, until it is found
+_LOOK = 5.0  # seconds between looks for files of MPI's shared memory, until one is found
 _OTHERS_END = 4 * GRACE  # seconds in which the agents of other ranks end theirs, once the launcher has gone
 _STORE_ERRORS = ("DistNetworkError", "DistStoreError")  # torch's, which may not be imported yet
 
@@ -184,7 +182,7 @@ def _run(job: NodeJob, wire: Wire, server: socket.socket | None, keep: set[int])
     except Stopped:
         is_stopped, since = True, time.monotonic()
         if job.local_world:
-            _remove(segments | _mpi_segments(pool))  # ranks that still use them keep them
+            rank_main.remove_files(segments | _mpi_segments(pool))  # ranks that still use them keep them
         listener.await_grace()
         pool.stop(listener.signal)
     except LaunchError as error:
@@ -201,7 +199,7 @@ def _run(job: NodeJob, wire: Wire, server: socket.socket | None, keep: set[int])
     stopped = _stopped(pool, listener, job.host)
     pool.close()
     process_tree.sweep(os.getpid())
-    _remove(segments)
+    rank_main.remove_files(segments)
     is_heard = reporter.ended(codes, problem, stopped)
     if job.local_world and not is_stopped:
         _await_launcher_close(wire)
@@ -267,19 +265,8 @@ def _set_gloo_interface(job: NodeJob) -> None:
         job.environment["GLOO_SOCKET_IFNAME"] = interface
 
 
-def _remove(paths: Iterable[str]) -> None:
-    for path in paths:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-
-
 def _mpi_segments(pool: WorkerPool) -> set[str]:
-    """Files of the memory that MPICH's ranks on this host share. They outlive ranks that are killed."""
-    found = set()
-    for worker in pool.running:
-        with contextlib.suppress(OSError), open(f"/proc/{worker.pid}/maps") as maps:
-            found |= {line.split()[5] for line in maps if _SEGMENT in line}
-    return found
+    return {path for worker in pool.running for path in rank_main.mpi_segments(worker.pid)}
 
 
 def _run_mpi_rank(

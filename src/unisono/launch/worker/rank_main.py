@@ -9,6 +9,7 @@ import ast
 import atexit
 import base64
 import builtins
+import contextlib
 import faulthandler
 import importlib
 import io
@@ -23,7 +24,7 @@ import sysconfig
 import threading
 import traceback
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from unisono.errors import HangError, UsageError
@@ -41,6 +42,7 @@ _PEER_LOST = re.compile(
     r"|Application timeout caused pair closure|Connection was likely closed"
 )
 
+_SEGMENT = "/dev/shm/mpich_shm_"
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _LAUNCH_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
@@ -166,6 +168,8 @@ def perform(body: Callable[[], object]) -> int:
     is_inherited = _has_mpi()  # initialized by the process that this one was forked from, which will finalize it
     code = _guarded(body)
     code = _guarded(_run_exit_handlers) or code
+    if code and not is_inherited and _has_mpi():
+        remove_files(mpi_segments())  # nobody will finalize MPI, and the agent may not have seen them
     if code or is_inherited:
         return code
     return _guarded(_finalize_mpi)  # last: it waits for ranks that may still wait for this one
@@ -210,6 +214,20 @@ def _has_mpi() -> bool:
     """Whether MPI is initialized in this process, and not finalized."""
     library = sys.modules.get("mpi4py.MPI")
     return library is not None and library.Is_initialized() and not library.Is_finalized()
+
+
+def mpi_segments(pid: int | str = "self") -> set[str]:
+    """Files of the memory that MPICH's ranks on this host share. They outlive ranks that end without MPI_Finalize;
+    ranks that still use them keep them when they are removed."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:
+        return {line.split()[5] for line in maps if _SEGMENT in line}
+    return set()
+
+
+def remove_files(paths: Iterable[str]) -> None:
+    for path in paths:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 def _run_exit_handlers() -> None:
