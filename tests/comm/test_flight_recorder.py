@@ -147,8 +147,8 @@ def leave_dump(folder: Path, rank: int, port: int) -> None:
 
 
 def test_what_torch_writes_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if not hasattr(torch._C._distributed_c10d, "_dump_fr_trace"):
-        pytest.skip("this torch has no dump of gloo's collectives")
+    if torch.__version__.startswith("2.11."):
+        pytest.skip("torch 2.11 does not record gloo's collectives")
     port = free_port()
     run_forked([functools.partial(leave_dump, tmp_path, rank, port) for rank in range(2)], tmp_path)
     assert cli.main(["attach", str(tmp_path)]) == 0

@@ -50,17 +50,21 @@ def policies(of: str = "") -> list[int]:
 
 
 def test_gloos_threads_do_not_interrupt_their_rank() -> None:
+    """Of torch before 2.13 gloo's threads have the rank's own name, as others of it do."""
+    are_named = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
     def body() -> tuple[list[int], bool, list[int]]:
         before = os.sched_getscheduler(0)
+        own = "gloo_tcp_loop" if are_named else Path("/proc/self/comm").read_text()
         comm = uni.init()
-        world, is_as_before = policies("gloo_tcp_loop"), os.sched_getscheduler(0) == before
+        world, is_as_before = policies(own), os.sched_getscheduler(0) == before
         comm.subgroup([0, 1]).barrier()
-        return world, is_as_before, policies("gloo_tcp_loop")
+        return world, is_as_before, policies(own)
 
     for world, is_as_before, with_group in uni.spawn(body, 2):
         assert is_as_before
-        assert set(world) == {os.SCHED_BATCH}
-        assert set(with_group) == {os.SCHED_BATCH}
+        assert set(world) == set(with_group) == ({os.SCHED_BATCH} if are_named else {os.SCHED_BATCH, os.SCHED_OTHER})
+        assert with_group.count(os.SCHED_BATCH) > world.count(os.SCHED_BATCH)
 
 
 def test_ranks_that_share_cores_do_not_interrupt_each_other() -> None:

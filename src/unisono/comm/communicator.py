@@ -164,11 +164,9 @@ class Communicator(Objects):
         )
 
     def _new_group(self, name: str, world_ranks: list[int]) -> dist.ProcessGroup:
-        with _group_named(name):
+        with _group_named(name), process_threads.gloo_threads_batch_scheduled(self.backend):
             timeout = timedelta(seconds=self._watchdog.timeout + MARGIN)
             group: dist.ProcessGroup = dist.new_group(world_ranks, timeout, use_local_synchronization=True)
-        if self.backend != "mpi":
-            process_threads.batch_schedule_gloo_threads()
         if self.backend == "gloo":  # a member that ended now would close lines that another is still connecting
             group.barrier().wait()
         return group

@@ -1,7 +1,7 @@
 """Threads of a rank's process: reading another thread's stack, what a fork leaves behind, and the scheduling policy.
 
 `frames_of` is for watchdogs, `release_openmp_threads` and `run_openmp_serially` surround the forks of `spawn`, and
-`use_batch_scheduling` and `batch_schedule_gloo_threads` set Linux's SCHED_BATCH where ranks share cores.
+`use_batch_scheduling` and `gloo_threads_batch_scheduled` set Linux's SCHED_BATCH where ranks share cores.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ctypes
 import gc
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from types import FrameType
 # inherits is not collected there; this holds for every fork of this process (ranks, reference processes, DataLoaders).
 os.register_at_fork(after_in_child=gc.freeze)
 
+_THREADS = Path("/proc/self/task")
 _GLOO_THREAD = "gloo_tcp_loop"  # the name that gloo gives its threads
 _COLLECTIVES_THREAD = "pt_gloo_runloop"  # and torch to those in which gloo's collectives run
 _RUNNING = "R"  # in Linux's table of threads: has a core, or waits for one
@@ -92,15 +94,24 @@ def use_batch_scheduling() -> None:
     _set_batch(0)
 
 
-def batch_schedule_gloo_threads() -> None:
-    """Set SCHED_BATCH for the gloo threads that this process has now.
+@contextlib.contextmanager
+def gloo_threads_batch_scheduled(backend: str) -> Iterator[None]:
+    """Set SCHED_BATCH for the gloo threads that a backend creates in the block.
 
     A rank that sends through gloo holds the lock of a connection. The answer wakes gloo's own thread, which by default
     preempts the rank on its core, finds the lock taken and spins until the next scheduler tick returns the core to the
     rank: up to four milliseconds for a message of a tenth of one. With SCHED_BATCH it waits until the rank yields.
+
+    Before torch 2.13 gloo's threads have the name of the thread that creates them.
     """
-    for thread in _threads_named(_GLOO_THREAD):
-        _set_batch(int(thread.name))
+    before = {thread.name for thread in _THREADS.glob("*")}
+    yield
+    if backend == "mpi":
+        return
+    for name in (_GLOO_THREAD, _name_of(_THREADS / str(threading.get_native_id()))):
+        for thread in _threads_named(name):
+            if thread.name not in before:
+                _set_batch(int(thread.name))
 
 
 def await_collectives_threads(seconds: float = 1.0) -> bool:
@@ -119,10 +130,13 @@ def await_collectives_threads(seconds: float = 1.0) -> bool:
 
 
 def _threads_named(name: str) -> Iterator[Path]:
-    for thread in Path("/proc/self/task").glob("*"):
-        with contextlib.suppress(OSError):  # the thread may have ended
-            if (thread / "comm").read_text().strip() == name:
-                yield thread
+    yield from (thread for thread in _THREADS.glob("*") if _name_of(thread) == name)
+
+
+def _name_of(thread: Path) -> str:
+    with contextlib.suppress(OSError):  # the thread may have ended
+        return (thread / "comm").read_text().strip()
+    return ""
 
 
 def _state(thread: Path) -> str:

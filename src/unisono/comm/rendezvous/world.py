@@ -121,15 +121,14 @@ def _join(met: Rendezvous, name: str, seconds: float) -> None:
         library.register()
         torch_name = library.BACKEND
     store = native_store(met) if name == "nccl" and met.key is not None else met.store
-    dist.init_process_group(
-        torch_name,
-        store=dist.PrefixStore("unisono/torch", store),
-        rank=met.info.rank,
-        world_size=met.info.size,
-        timeout=timedelta(seconds=seconds + MARGIN),
-    )
-    if name != "mpi":
-        process_threads.batch_schedule_gloo_threads()
+    with process_threads.gloo_threads_batch_scheduled(name):
+        dist.init_process_group(
+            torch_name,
+            store=dist.PrefixStore("unisono/torch", store),
+            rank=met.info.rank,
+            world_size=met.info.size,
+            timeout=timedelta(seconds=seconds + MARGIN),
+        )
     met.store.add(_JOINED, 1)
 
 
