@@ -8,7 +8,7 @@ ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility PYTHON
 WORKDIR /workspace
 COPY constraints.txt ./
 RUN pip install --no-cache-dir --constraint constraints.txt ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} torch==2.13.0
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY src ./src
 RUN pip install --no-cache-dir --constraint constraints.txt ".[mpi,quantum,plan,report]"
 COPY examples ./examples

@@ -76,13 +76,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy, since setuptools leaves its work beside the sources."""
     folder = tmp_path_factory.mktemp("wheel")
     listed = subprocess.run(["git", "ls-files", "src"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for name in [*listed.stdout.split(), "pyproject.toml", "README.md", "LICENSE"]:
+    for name in [*listed.stdout.split(), "pyproject.toml", "setup.py", "README.md", "LICENSE"]:
         target = folder / "source" / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).exists():
             target.write_bytes((ROOT / name).read_bytes())
     words = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(folder), "."]
-    subprocess.run([sys.executable, "-m", "pip", *words], cwd=folder / "source", check=True)
+    environment = {**os.environ, "UNISONO_REPOSITORY": "https://forge.example/team/unisono"}
+    subprocess.run([sys.executable, "-m", "pip", *words], cwd=folder / "source", env=environment, check=True)
     return next(folder.glob("*.whl"))
 
 
@@ -93,6 +94,15 @@ def test_the_wheel_has_every_file(wheel: Path) -> None:
     listed = subprocess.run(["git", "ls-files", "src/unisono"], cwd=ROOT, capture_output=True, text=True, check=True)
     tracked = {name.removeprefix("src/") for name in listed.stdout.split() if (ROOT / name).exists()}
     assert files == tracked
+
+
+@pytest.mark.thorough
+def test_the_wheel_says_where_the_project_is(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as opened:
+        (name,) = (name for name in opened.namelist() if name.endswith("/METADATA"))
+        lines = opened.read(name).decode().splitlines()
+    assert "Project-URL: Source, https://forge.example/team/unisono" in lines
+    assert "Project-URL: Issues, https://forge.example/team/unisono/issues" in lines
 
 
 @pytest.mark.thorough
