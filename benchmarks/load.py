@@ -282,7 +282,7 @@ def steps(count: int, plan: str, folder: Path) -> bool:
         growth = max(values) / values[0]
         is_flat &= growth <= GROWTH
         print(f"    {name}: {', '.join(f'{value / MIB:.2f}' for value in values)}: {100 * (growth - 1):+.2f}%")
-    for what in ("objects", "keys"):
+    for what in ("blocks", "keys"):
         print(f"    {what} of rank 0: {', '.join(str(look[what]) for look in looks[0])}", flush=True)
     return is_flat
 
