@@ -5,7 +5,6 @@ What they measure they write into the folder, as lines of JSON.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import resource
@@ -113,8 +112,8 @@ class Made(Dataset[Any]):
 
 
 class Look(uni.Callback):
-    """Every so many steps: the memory of this rank and, on the first, of the agent and the launcher; objects that
-    Python's collector knows; keys in the job's store."""
+    """Every so many steps: the memory of this rank and, on the first, of the agent and the launcher; blocks of Python's
+    memory; keys in the job's store. (A list of all objects would be of the size that is looked for.)"""
 
     ends_runs = False
 
@@ -133,7 +132,7 @@ class Look(uni.Callback):
             time=time.time(),
             own=asdict(Usage.own()),
             others=others,
-            objects=len(gc.get_objects()),
+            blocks=sys.getallocatedblocks(),
             keys=keys(),
         )
 
@@ -176,7 +175,7 @@ def steps(folder: Path, plan: str, wanted: str) -> None:
         validation=Made(16),
         evaluate_every=max(count // 50, 1),
         save=folder / "run",
-        save_every=max(count // 50, 1),  # five before the first look: what a checkpoint takes is there after the third
+        save_every=max(count // 50, 1),
         callbacks=[Look(folder, max(count // MANY_LOOKS, 1))],
     )
     assert len(history.losses) == count

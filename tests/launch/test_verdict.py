@@ -90,7 +90,7 @@ def test_the_pages_exit_codes_are_those_of_the_code() -> None:
     assert "wrong use" in table.pop(str(_code_of("run", "--nonsense")))
     again = table.pop(str(failure.HANG_CODE))
     assert failure.RESUMABLE == failure.HANG_CODE
-    assert "did not meet" in again
+    assert "a rendezvous that failed" in again
     assert "has saved" in again
     assert set(table) > {"128 + N", "others"}
     for code, meaning in table.items():

@@ -289,6 +289,7 @@ def _run_mpi_rank(
             segments |= _mpi_segments(pool)
             next_look = time.monotonic() + _LOOK
     if pool.failures():
+        segments |= _mpi_segments(pool)  # a rank that is stopped while it ends does not remove them
         reporter.failed(pool, job.attempt, restarting=False)
         pool.stop()
 
