@@ -20,7 +20,7 @@ import unisono as uni
 from benchmarks import load_program
 from tests.ranks import RankPool
 
-HALF = 120  # steps
+THIRD = 80  # steps
 
 
 class Count(NamedTuple):
@@ -55,7 +55,7 @@ class Counting(uni.Callback):
         self.counts: list[Count] = []
 
     def on_step(self, engine: uni.Engine, info: Any) -> None:
-        if info.step in (HALF - 1, 2 * HALF - 1):
+        if info.step in (THIRD - 1, 2 * THIRD - 1, 3 * THIRD - 1):
             engine.comm.barrier()
             self.counts.append(Count.now())
             engine.comm.barrier()  # no rank goes on, and writes to the store, before all have counted
@@ -74,24 +74,26 @@ def run_and_count(plan: str, folder: str) -> list[Count]:
     history = load_program.engine(plan).fit(
         load_program.Made(320),
         epochs=10,
-        steps=2 * HALF,
+        steps=3 * THIRD,
         batch_size=8,
         validation=load_program.Made(16),
-        evaluate_every=30,
+        evaluate_every=20,
         save=Path(folder) / "run",
-        save_every=30,
+        save_every=20,
         callbacks=[counting],
     )
-    assert len(history.losses) == 2 * HALF
+    assert len(history.losses) == 3 * THIRD
     return counting.counts
 
 
 @pytest.mark.parametrize("plan", ["dp=2,zero=2", "pp=2,microbatches=2", "tp=2"])
 def test_a_run_does_not_grow_with_its_steps(plan: str, pools: Callable[[str, int], RankPool], tmp_path: Path) -> None:
-    for half, full in pools("gloo", 2).run(counted, plan, str(tmp_path)):
-        assert full.keys == half.keys
-        assert full.threads <= half.threads
-        assert full.descriptors <= half.descriptors
-        more = full.objects - half.objects
-        assert all(count < 0.8 * HALF for count in more.values()), more.most_common(5)  # less than one for each step
-        assert full.blocks - half.blocks < 5 * HALF  # of the history, a number for each step
+    """What comes once, such as a cache of Python's, is no growth: what grows does so in both of the later thirds."""
+    for first, second, third in pools("gloo", 2).run(counted, plan, str(tmp_path)):
+        assert first.keys == third.keys
+        assert min(second.threads - first.threads, third.threads - second.threads) <= 0
+        assert min(second.descriptors - first.descriptors, third.descriptors - second.descriptors) <= 0
+        more = (second.objects - first.objects) & (third.objects - second.objects)
+        assert all(count < 0.8 * THIRD for count in more.values()), more.most_common(5)  # less than one for each step
+        # of the history, a number for each step
+        assert min(second.blocks - first.blocks, third.blocks - second.blocks) < 5 * THIRD
