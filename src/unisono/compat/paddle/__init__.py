@@ -76,4 +76,15 @@ def set_device(device: Any) -> None:
     """Taken, and not needed: a rank has its own device."""
 
 
+class CPUPlace:
+    """Taken where Paddle takes a place, and not needed."""
+
+
+class CUDAPlace:
+    """Of a number; taken as CPUPlace is."""
+
+    def __init__(self, id: int) -> None:
+        self.id = id
+
+
 __getattr__ = missing_names(__name__, globals())
