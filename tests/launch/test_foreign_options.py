@@ -100,6 +100,8 @@ def test_a_script_that_parses_it_gets_its_local_rank(tmp_path: Path) -> None:
 
 
 def test_a_command_that_is_no_python(tmp_path: Path) -> None:
-    ran = Run(["run", "-n", "2", "--no-python", "sh", "-c", "echo $RANK of $WORLD_SIZE; exit $RANK"], tmp_path).finish()
+    waits = "[ $RANK = 0 ] && touch said || until [ -e said ]; do sleep 0.05; done"  # rank 1 fails last
+    program = f"echo $RANK of $WORLD_SIZE; {waits}; exit $RANK"
+    ran = Run(["run", "-n", "2", "--no-python", "sh", "-c", program], tmp_path).finish()
     assert sorted(ran.stdout.splitlines()) == ["[0] 0 of 2", "[1] 1 of 2"]
     assert ran.returncode == 1
