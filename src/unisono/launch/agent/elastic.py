@@ -180,9 +180,9 @@ class NodeRendezvous(RendezvousHandler):
         self._await(f"all tunnels/{now}")
         if self.num_nodes_waiting():
             return  # to a restart: these ranks will be stopped
-        told = self._generations.multi_get([f"tunnel/{now}/{node}" for node in range(job.nodes)])
+        introductions = self._generations.multi_get([f"tunnel/{now}/{node}" for node in range(job.nodes)])
         store = (own_address, job.port) if job.node == 0 else None
-        store_port = self._tunnel.connect(job.node, store, [json.loads(each) for each in told])
+        store_port = self._tunnel.connect(job.node, store, [json.loads(each) for each in introductions])
         if store is None:
             self._store_at = "127.0.0.1", store_port
 

@@ -3,7 +3,7 @@
     agent: -> {"port", "certificate"}, <- {"node", "store", "peers": [[address, port, certificate, host], ...]},
         -> {"store": port}
     ranks, at a socket in FOLDER: {"register": port} -> {}; {"reach": [node, port]} -> {"port"}
-    other tunnels, within TLS: the two bytes of a port; then what is said there
+    other tunnels, within TLS: the two bytes of a port; then the bytes of that connection
 
 A port that no rank of this host has registered leads nowhere; 0 is the job's store, on the first node. A listener for a
 rank takes one connection, which is what gloo makes. The tunnel ends with its agent.

@@ -279,7 +279,7 @@ class Model:
     def _require_fit(
         self, example: list[torch.Tensor], shapes: list[tuple[int, ...]], dataset: Dataset
     ) -> list[Primitive]:
-        """Run the net and the loss on shapes alone, so that what cannot be is said before any rank waits. The ops with
+        """Run the net and the loss on shapes alone, so that what cannot be is refused before ranks wait. The ops with
         strategies that were called."""
         # not every version of torch makes fake tensors of a class of parameters that it does not know
         shown = {name: each.detach().as_subclass(torch.Tensor) for name, each in self._net.named_parameters()}

@@ -53,7 +53,7 @@ def _available(preferred: str | None) -> str | None:
     by_mpi = find_rank_info().how in (launcher_env.MPIEXEC, launcher_env.SRUN)
     if by_mpi and importlib.util.find_spec("mpi4py") is not None:
         return "mpi"
-    if find_rank_info().rank == 0 and find_rank_info().size > 1:  # a process joins once, so it is said once
+    if find_rank_info().rank == 0 and find_rank_info().size > 1:  # a process joins once, so it is printed once
         why = (
             ("mpi4py is not installed", "未安装 mpi4py")
             if by_mpi
