@@ -54,7 +54,7 @@ def train(folder: str, how: str = "", head: str = "") -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3))
     engine = uni.Engine(model, F.cross_entropy, lambda p: torch.optim.AdamW(p, lr=1e-2), plan=f"dp={comm.size},zero=1")
     history = engine.fit(
-        dataset(), epochs=STEPS, steps=STEPS, batch_size=8, shuffle=False, progress=False, callbacks=[Lost()],
+        dataset(), epochs=STEPS, max_steps=STEPS, batch_size=8, shuffle=False, progress=False, callbacks=[Lost()],
         save=f"{folder}/run", save_every=1,
     )  # fmt: skip
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "UNISONO_HOST", "UNISONO_ATTEMPT")

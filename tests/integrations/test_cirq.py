@@ -151,7 +151,19 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         lambda: uq.from_cirq(cirq.Circuit(cirq.measure(*Q[:2], key="k"), cirq.X(Q[2]).with_classical_controls("k"))),
         "expected the key of a measurement of one qubit",
     ),
+    (lambda: uq.from_cirq(repeated(repetitions=sympy.Symbol("n"))), "subcircuits with a number of repetitions"),
+    (
+        lambda: uq.from_cirq(
+            repeated(use_repetition_ids=False, repeat_until=cirq.KeyCondition(cirq.MeasurementKey("m")))
+        ),
+        "subcircuits with a number of repetitions",
+    ),
 ]
+
+
+def repeated(**options: Any) -> Any:
+    inner = cirq.FrozenCircuit(cirq.H(Q[0]), cirq.measure(Q[0], key="m"))
+    return cirq.Circuit(cirq.CircuitOperation(inner, **options))
 
 
 @pytest.mark.parametrize(("call", "words"), REFUSED, ids=[words[:20] for _, words in REFUSED])

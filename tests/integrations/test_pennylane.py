@@ -221,6 +221,20 @@ def test_jacobians(options: dict[str, Any]) -> None:
     np.testing.assert_allclose(jacobian(UnisonoQubit(4), **options), expected, atol=1e-10)
 
 
+def test_second_derivatives_are_not_by_the_adjoint_method() -> None:
+    """PennyLane found its gradients to be constant: zero, with a warning."""
+
+    def cosine(x: Any) -> Any:
+        qml.RX(x, wires=0)
+        return qml.expval(qml.Z(0))
+
+    device, x = qml.device("unisono.qubit", wires=1), pnp.array(0.3, requires_grad=True)
+    second = qml.jacobian(qml.jacobian(qml.QNode(cosine, device, max_diff=2)))
+    assert second(x) == pytest.approx(-np.cos(0.3))
+    with pytest.raises(qml.exceptions.QuantumFunctionError, match="does not support adjoint"):
+        qml.QNode(cosine, device, diff_method="adjoint", max_diff=2)(x)
+
+
 def test_parameter_shift() -> None:
     def gradient(device: Any, **options: Any) -> np.ndarray:
         return qml.grad(qml.QNode(ansatz, device, **options))(angles(1))

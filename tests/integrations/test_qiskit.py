@@ -304,6 +304,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: UnisonoEstimator().run([(one_qubit(), "Z")]), "expected a unitary circuit"),
     (lambda: UnisonoBackend().run(parametric()), "with the parameters a: assign_parameters first"),
     (lambda: UnisonoBackend().run("circuit"), "expected a qiskit.QuantumCircuit"),
+    (lambda: UnisonoBackend().run(3), r"run of 3 \(int\): expected a qiskit.QuantumCircuit"),
     (lambda: UnisonoBackend().run(one_qubit(), shot=4), "option 'shot'"),
     (lambda: UnisonoSampler(ranks=2), "ranks=2 in a job of 1"),
     (lambda: UnisonoSampler(dtype=torch.float32), "expected torch.complex64"),

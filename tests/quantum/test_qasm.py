@@ -22,8 +22,9 @@ from unisono.errors import UsageError
 from unisono.quantum.circuit.circuit import Circuit
 from unisono.quantum.circuit.deferred import deferred
 from unisono.quantum.circuit.parameter import feature, weight
-from unisono.quantum.qasm import QasmError, flow, from_qasm, load_qasm
+from unisono.quantum.qasm import QasmError, flow, from_qasm, load_qasm, subroutine
 from unisono.quantum.qasm.catalogue import FILES
+from unisono.quantum.qasm.reader import QasmParser
 from unisono.quantum.shots import measured
 from unisono.quantum.state import State
 
@@ -439,6 +440,35 @@ EXPANDING = {
 def test_short_texts_that_stand_for_too_much_are_refused_at_their_line(text: str) -> None:
     with pytest.raises(QasmError, match=r"^qasm:\d+:\d+: what the text asks .* more than 20000 steps .*higher limit="):
         from_qasm(THREE + text, limit=20_000)
+
+
+EMPTY = {
+    "gates": f"gate g0 a {{ }}\n{DOUBLING}qubit q; g39 q;",
+    "subroutines": "def g0(qubit a) { }\n"
+    + "".join(f"def g{n}(qubit a) {{ g{n - 1}(a); g{n - 1}(a); }}\n" for n in range(1, 40))
+    + "qubit q;\ng39(q);",
+}
+
+
+@pytest.mark.parametrize("text", EMPTY.values(), ids=EMPTY.keys())
+def test_calls_that_make_nothing_are_refused_soon(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their number is what takes the time: 29 s for the text of gates, when a call cost two steps."""
+    calls: list[str] = []
+
+    def count(owner: Any, name: str) -> None:
+        known = getattr(owner, name)
+
+        def counted(*given: Any) -> Any:
+            calls.append(name)
+            return known(*given)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(QasmParser, "expand")
+    count(subroutine, "_run")
+    with pytest.raises(QasmError, match="more than 200000 steps"):
+        from_qasm(THREE + text, limit=200_000)
+    assert len(calls) < 200_000 / 100
 
 
 def test_a_text_may_be_as_long_as_it_likes() -> None:

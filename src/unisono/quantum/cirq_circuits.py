@@ -46,7 +46,10 @@ def from_cirq(circuit: Any, *, features: Sequence[Any] = ()) -> Circuit:
 
     if not isinstance(circuit, cirq.AbstractCircuit):
         raise UsageError(f"from_cirq of {shown(circuit)}: expected a cirq.Circuit")
-    circuit = cirq.unroll_circuit_op(circuit.unfreeze(), deep=True, tags_to_check=None)
+    try:
+        circuit = cirq.unroll_circuit_op(circuit.unfreeze(), deep=True, tags_to_check=None)
+    except ValueError as error:  # of repeat_until, and of repetitions that are symbols
+        raise UsageError(f"from_cirq: {error}; expected subcircuits with a number of repetitions") from None
     qubits = sorted(circuit.all_qubits())
     if not qubits:
         raise UsageError("from_cirq of a circuit without qubits: expected 1 or more")

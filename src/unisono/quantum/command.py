@@ -7,6 +7,7 @@ import json
 import math
 from typing import Any
 
+from unisono.amounts import format_seconds
 from unisono.errors import LaunchError, UsageError
 
 _MOST_ROWS = 20  # of outcomes, amplitudes and probabilities on the screen; JSON has them all
@@ -128,7 +129,7 @@ def _show(name: str, found: dict[str, Any], quiet: bool) -> None:
         ranks = f"{found['ranks']} ranks" if found["ranks"] > 1 else "one rank"
         print(
             f"{name}: {found['wires']} wires, {found['operations']} operations, depth {found['depth']}; {ranks}, "
-            f"{found['dtype']}, {found['seconds']:.3g} s"
+            f"{found['dtype']}, {format_seconds(found['seconds'])}"
         )
         if found.get("note"):
             print(found["note"])

@@ -474,10 +474,12 @@ def _numbers(values: torch.Tensor) -> np.ndarray:
 
 def _require_finite(weights: np.ndarray, samples: np.ndarray) -> None:
     """On all ranks alike, before any group begins with its samples."""
-    for what, values in (("the weights", weights), ("the input", samples)):
+    for what, values in (("weights", weights), ("inputs", samples)):
         if not np.isfinite(values).all():
             index = tuple(int(axis[0]) for axis in np.nonzero(~np.isfinite(values)))
-            raise UsageError(f"{what} of a quantum layer are {values[index]} at {list(index)}: expected finite angles")
+            raise UsageError(
+                f"the {what} of a quantum layer are {values[index]} at {list(index)}: expected finite angles"
+            )
 
 
 def _check_axes(mesh: Grid | None, batch_axis: str, state_axis: str) -> None:

@@ -130,9 +130,11 @@ class UnisonoQubit(Device):
         return pipeline
 
     def supports_derivatives(self, execution_config: ExecutionConfig | None = None, circuit: Any = None) -> bool:
-        """By the adjoint method: of expectation values, without shots."""
+        """By the adjoint method: of expectation values, without shots; no derivatives of derivatives."""
         if execution_config is None:
             return True
+        if execution_config.derivative_order > 1:
+            return False
         if execution_config.gradient_method not in ("adjoint", "best"):
             return False
         if circuit is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -87,7 +88,8 @@ class UnisonoBackend(BackendV2):
         if unknown:
             raise UsageError(f"option {unknown[0]!r}: expected shots, memory or seed_simulator")
         chosen = {**vars(self.options), **options}
-        circuits = [run_input] if isinstance(run_input, QuantumCircuit) else list(run_input)
+        is_one = isinstance(run_input, QuantumCircuit) or not isinstance(run_input, Iterable)
+        circuits = [run_input] if is_one else list(run_input)
         for circuit in circuits:
             if not isinstance(circuit, QuantumCircuit):
                 raise UsageError(f"run of {shown(circuit)}: expected a qiskit.QuantumCircuit, or several")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from unisono.amounts import format_bytes
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 
@@ -73,18 +74,9 @@ def require_room(
     elif dtype == torch.complex128 and states * local_bytes(wires, global_qubits, torch.complex64) + buffers <= room:
         hint += ", or dtype=torch.complex64"
     raise UsageError(
-        f"{what} of {wires} wires in {str(dtype).removeprefix('torch.')} needs {shown_bytes(need)} on each of "
-        f"{2**global_qubits} rank{'s' if global_qubits else ''}, but {shown_bytes(room)} is free; {hint}"
+        f"{what} of {wires} wires in {str(dtype).removeprefix('torch.')} needs {format_bytes(need)} on each of "
+        f"{2**global_qubits} rank{'s' if global_qubits else ''}, but {format_bytes(room)} is free; {hint}"
     )
-
-
-def shown_bytes(size: int) -> str:
-    if size >= 1 << 70:
-        return f"2^{size.bit_length() - 1} bytes"
-    for unit, scale in (("PiB", 50), ("TiB", 40), ("GiB", 30)):
-        if size >= 1 << scale:
-            return f"{size / (1 << scale):.1f} {unit}"
-    return f"{size / (1 << 20):.1f} MiB"
 
 
 def zeros(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -8,7 +8,7 @@ from unisono.quantum.circuit.operation import Operation
 from unisono.quantum.circuit.parameter import Affine, affine
 from unisono.quantum.qasm.catalogue import Known, operations, power
 from unisono.quantum.qasm.scope import Definition, Operand, Scope
-from unisono.quantum.qasm.token import OPERATION, Cursor, Token
+from unisono.quantum.qasm.token import NOTHING, OPERATION, Cursor, Token
 
 if TYPE_CHECKING:
     from unisono.quantum.qasm.reader import QasmParser
@@ -58,6 +58,7 @@ def call(reader: QasmParser, scope: Scope) -> list[Operation]:
         inner = wires[controls:]
         if isinstance(gate, Definition):
             one = reader.expand(gate, angles, inner)
+            at.spend(0 if one or not scope.inside_gate else NOTHING)
         else:
             at.spend(OPERATION)
             one = operations(gate, angles, inner, exact=bool(modifiers) or scope.inside_gate)

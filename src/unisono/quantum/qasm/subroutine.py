@@ -14,7 +14,7 @@ from unisono.quantum.circuit.gates import GATES
 from unisono.quantum.circuit.operation import Operation
 from unisono.quantum.qasm.catalogue import Known
 from unisono.quantum.qasm.scope import Definition, Operand, Scope
-from unisono.quantum.qasm.token import OPERATION, Cursor, Token
+from unisono.quantum.qasm.token import NOTHING, OPERATION, Cursor, Token
 
 if TYPE_CHECKING:
     from unisono.quantum.qasm.reader import QasmParser
@@ -101,7 +101,10 @@ def call_subroutine(reader: QasmParser, scope: Scope) -> Any:
     if len(set(wires)) != len(wires):
         at.fail(f"{token.text!r} is given a qubit twice", token)
     inner.read_only = frozenset(inner.bits)
-    return _run(reader, made, inner, token)
+    before = len(scope.out)
+    found = _run(reader, made, inner, token)
+    at.spend(0 if made.returns or len(scope.out) > before or not reader.calling else NOTHING)
+    return found
 
 
 def call_into(reader: QasmParser, scope: Scope, into: Operand) -> None:

@@ -23,6 +23,7 @@ class Token:
 
 _LONGEST_MESSAGE = 600
 OPERATION = 4  # what making one costs, in steps of `Cursor.spend`
+NOTHING = 128  # a call within a gate or a subroutine that makes none: only a text that is to take long has many
 _PATTERN = re.compile(
     r"""(?P<space>[ \t\r\f]+|//[^\n]*|/\*.*?\*/)
     |(?P<newline>\n)

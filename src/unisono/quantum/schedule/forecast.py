@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from unisono.amounts import format_bytes, format_rate, format_seconds
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.quantum.arguments import shown
@@ -22,7 +23,7 @@ from unisono.quantum.compile.compiled import sweep_count
 from unisono.quantum.distributed.exchange import DEFAULT_CHUNK
 from unisono.quantum.distributed.global_index_map import GlobalIndexMap
 from unisono.quantum.distributed.local_steps import LocalOperations, local_steps
-from unisono.quantum.distributed.memory import local_bytes, shown_bytes
+from unisono.quantum.distributed.memory import local_bytes
 from unisono.quantum.kernels.runner import runner
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class HostRates:
             slowest = torch.tensor([memory, arithmetic, link], dtype=torch.float64)
             comm.all_reduce(slowest, op="min")
             memory, arithmetic, link = slowest.tolist()
-        text = f"measured: memory {memory / 1e9:.1f} GB/s, {arithmetic:.2g} amplitudes/s, link {link / 1e9:.2f} GB/s"
+        text = f"measured: memory {format_rate(memory)}, {arithmetic:.2g} amplitudes/s, link {format_rate(link)}"
         return cls(memory, arithmetic, link, cls.latency, text)
 
 
@@ -122,10 +123,10 @@ class Forecast:
             f"{self.schedule.wires} wires in {str(self.dtype).removeprefix('torch.')} on {shown_ranks}, each: "
             f"{self.operations} operations",
             f"exchanges    {self.exchanges} (in order: {self.in_order_exchanges})",
-            f"bytes sent   {shown_bytes(self.sent)} (in order: {shown_bytes(self.in_order_sent)})",
-            f"sweeps       {self.sweeps} over {shown_bytes(shard)}",
-            f"peak memory  {shown_bytes(self.memory)}",
-            f"time         about {_shown_seconds(self.seconds)} ({self.rates.source})",
+            f"bytes sent   {format_bytes(self.sent)} (in order: {format_bytes(self.in_order_sent)})",
+            f"sweeps       {self.sweeps} over {format_bytes(shard)}",
+            f"peak memory  {format_bytes(self.memory)}",
+            f"time         about {format_seconds(self.seconds)} ({self.rates.source})",
         ]
         return "\n".join(lines)
 
@@ -136,10 +137,6 @@ def _work(schedule: Schedule, rank: int, dtype: torch.dtype) -> tuple[int, int]:
     runs = [step for step in steps if isinstance(step, LocalOperations)]
     axes = schedule.wires - schedule.global_qubits
     return sum(sweep_count(run.operations, axes, dtype) for run in runs), sum(len(run.operations) for run in runs)
-
-
-def _shown_seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _seconds(action: Callable[[], object]) -> float:
