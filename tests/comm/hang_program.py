@@ -76,6 +76,9 @@ def main(scenario: str, timeout: float, odd: int, rank_info: Mapping[str, str] |
     elif scenario == "shape":
         comm.all_reduce(torch.ones(512))  # LINE: shape
         comm.barrier()
+    elif scenario == "dtype":
+        comm.all_reduce(x.to(torch.int32))  # LINE: dtype
+        comm.barrier()
     elif scenario == "longer":
         comm.all_reduce(torch.ones(1500))  # LINE: longer
         comm.barrier()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,24 @@ from unisono.comm.mpi import library
 library.register()
 assert 'mpi4py' not in sys.modules
 """)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_package_mpich_is_found_where_mpi4py_does_not_look() -> None:
+    """As with Debian's own Python, whose prefix is /usr and whose wheels' libraries lie in /usr/local/lib."""
+    try:
+        metadata.distribution("mpich")
+    except metadata.PackageNotFoundError:
+        pytest.skip("MPI is the site's own here, not the package mpich")
+    base = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+    if sys.prefix == sys.base_prefix or not base.exists():
+        pytest.skip("not in a virtual environment")
+    path = os.pathsep.join([str(ROOT / "src"), sysconfig.get_path("platlib"), sysconfig.get_path("purelib")])
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("MPI4PY_")}
+    program = "from unisono.comm.mpi import library; print(library.load().Get_version())"
+    done = subprocess.run(
+        [str(base), "-c", program], env=environment | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -41,6 +41,7 @@ CERTAIN = {
 CHECKED = {
     "op": rf"rank 3 is in broadcast #2 float32\[1024\] at {line('op')}",
     "shape": rf"rank 3 is in all_reduce #2 float32\[512\] at {line('shape')}",
+    "dtype": rf"rank 3 is in all_reduce #2 int32\[1024\] at {line('dtype')}",
     "order": rf"rank 3 is in barrier #2 at {line('order')}",
     "late order": rf"rank 3 is in barrier #2 at {line('order')}",
     "torch": rf"rank 3 is in torch.distributed.broadcast #2 float32\[1024\] at {line('torch')}",
@@ -192,6 +193,17 @@ def test_without_check_another_shape_is_reported_also_of_a_rank_that_it_killed(
     if backend == "gloo":  # which aborts the rank
         (number,) = re.findall(r"\d+$", line("shape"))
         assert re.search(rf'hang_program.py", line {number} in main', output), output
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_without_check_another_dtype_of_the_same_size_is_reported(backend: str, tmp_path: Path) -> None:
+    """No backend notices: the ranks go on with wrong numbers."""
+    (report,) = reports(run(backend, "dtype", tmp_path, timeout=600.0))
+    assert re.fullmatch(
+        rf"ranks 0,1,2 have run all_reduce #2 float32\[1024\] at {line('all')}; "
+        rf"rank 3 has run all_reduce #2 int32\[1024\] at {line('dtype')}: their results are wrong",
+        report,
+    )
 
 
 def test_without_check_a_difference_that_mpi_lets_pass_is_reported(tmp_path: Path) -> None:

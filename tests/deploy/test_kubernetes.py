@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,19 +157,31 @@ def test_the_pages_launchers(tmp_path: Path) -> None:
     assert _ended(pods) == "[0] 4 ranks, sum 4\n"
 
 
-@pytest.mark.thorough
-def test_nodes_that_do_not_fit_each_other_say_so(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("print('started')")
+def _nodes(folder: Path, numbers: Sequence[tuple[int, str]], patience: str) -> list[str]:
+    """What launchers of these nodes, with so many ranks each, print of a job of three nodes that cannot start."""
+    (folder / "train.py").write_text("print('started')")
     port, pods = _free_port(), []
-    for node, ranks in ((0, "1"), (1, "2")):
-        words = ["run", "--nnodes", "2", "--nproc-per-node", ranks, "--node-rank", str(node), "--start-timeout", "20"]
-        words += ["--master-addr", "127.0.0.1", "--master-port", port, "train.py"]
-        pods.append(_started([*COMMAND, *words], tmp_path, os.environ))
+    for node, ranks in numbers:
+        words = ["run", "--nnodes", "3", "--nproc-per-node", ranks, "--node-rank", str(node)]
+        words += ["--master-addr", "127.0.0.1", "--master-port", port, "--start-timeout", patience, "train.py"]
+        pods.append(_started([*COMMAND, *words], folder, os.environ))
     outputs = [pod.communicate(timeout=120)[0] for pod in pods]
-    assert [pod.returncode for pod in pods] == [1, 1]
-    assert "started" not in "".join(outputs)
-    assert any("of 2 ranks" in line and "of 1 ranks" in line for line in "".join(outputs).splitlines()), outputs
-    assert "Traceback" not in "".join(outputs)
+    assert [pod.returncode for pod in pods] == [1] * len(pods)
+    assert not any("started" in output or "Traceback" in output for output in outputs), outputs
+    return outputs
+
+
+@pytest.mark.thorough
+def test_nodes_that_do_not_fit_each_other_say_so_at_once(tmp_path: Path) -> None:
+    outputs = _nodes(tmp_path, [(0, "1"), (1, "2"), (2, "1")], patience="1000")
+    assert all("of 2 ranks" in output and "of 1 ranks" in output for output in outputs), outputs
+
+
+@pytest.mark.thorough
+def test_a_node_that_does_not_come_is_named(tmp_path: Path) -> None:
+    outputs = _nodes(tmp_path, [(0, "1"), (1, "1"), (1, "1")], patience="15")
+    words = "not all 3 nodes have joined within 15 s; missing: node 2; more than one launcher said that it is node 1"
+    assert any(words in output for output in outputs), outputs
 
 
 def _await_step(folder: Path, step: int) -> None:

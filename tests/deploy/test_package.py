@@ -20,7 +20,7 @@ from tools import sbom
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-COMMANDS = ("run", "verify", "plan", "explain", "report", "doctor", "qsim", "bench", "completion")
+COMMANDS = ("run", "verify", "plan", "explain", "attach", "report", "doctor", "qsim", "bench", "completion")
 
 
 def test_the_bill_of_materials_names_every_package_and_what_it_needs() -> None:
@@ -60,15 +60,27 @@ def test_the_release_workflow_runs_targets_of_the_makefile() -> None:
     assert set(workflow["jobs"]["build"]["needs"]) == {"test", "torch"}
 
 
-def test_another_torch_is_never_a_cuda_build() -> None:
-    words = ["make", "--dry-run", "test-torch", "VERSION=2.12.0", "TORCH_INDEX=cpu-builds", "TESTS=tests/comm"]
-    printed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout
-    assert "--no-deps --index-url cpu-builds torch==2.12.0" in printed
-    assert ".venv-torch-2.12.0/bin/python -m pytest" in printed
-    for given, sentence in [([], "which torch? make test-torch"), (["VERSION=2.12.0"], "TORCH_INDEX= is missing")]:
-        refused = subprocess.run(["make", "test-torch", *given], cwd=ROOT, capture_output=True, text=True)
-        assert refused.returncode != 0
-        assert refused.stderr.startswith(sentence)
+def test_another_torch_comes_from_the_given_index_or_with_a_warning() -> None:
+    """With an index of CPU builds, torch is installed first and alone, so that no dependency brings another build."""
+
+    def dry(*given: str) -> subprocess.CompletedProcess[str]:
+        words = ["make", "--dry-run", "test-torch", *given]
+        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+
+    printed = dry("VERSION=2.12.0", "TORCH_INDEX=cpu-builds", "TESTS=tests/comm").stdout
+    assert "install --quiet --no-deps --index-url cpu-builds torch==2.12.0\n" in printed
+    assert re.search(r"\.venv-torch-2\.12\.0/bin/python -m pytest -n \d+ tests/comm\n", printed)
+    assert "install --quiet --no-deps  torch==2.12.0\n" in dry("VERSION=2.12.0").stdout
+    for given in (
+        ["VERSION="],
+        ["VERSION=2.12.0", "PYTHON=false", "OTHER=no-such-folder"],
+    ):  # ends before anything is installed
+        ended = subprocess.run(["make", "test-torch", *given], cwd=ROOT, capture_output=True, text=True)
+        assert ended.returncode != 0
+        expected = (
+            "no TORCH_INDEX=URL: torch from pip's default index" if given[0][8:] else "which torch? make test-torch"
+        )
+        assert ended.stderr.startswith(expected)
 
 
 @pytest.fixture(scope="module")
@@ -110,12 +122,12 @@ def test_the_wheel_in_a_clean_environment_gives_every_command(wheel: Path, tmp_p
     """Its dependencies are lent by this environment: by their folder alone, so that no editable install counts."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
     python = tmp_path / "venv" / "bin" / "python"
-    installed = ["install", "--quiet", "--no-deps", "--no-index", str(wheel)]
-    subprocess.run([sys.executable, "-m", "pip", "--python", str(python), *installed], check=True)
-    site = next((tmp_path / "venv" / "lib").glob("python3*")) / "site-packages"
-    (site / "lent.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"OMP_NUM_THREADS": "1"}
+    installed = ["install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", "--python", str(python), *installed], env=environment, check=True)
+    site = next((tmp_path / "venv" / "lib").glob("python3*")) / "site-packages"
+    (site / "lent.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
 
     def output_of(*words: str) -> str:
         program = [str(python.parent / words[0]), *words[1:]]

@@ -203,7 +203,8 @@ def _second_job(job: Job, chance: random.Random) -> str:
     except subprocess.TimeoutExpired:
         return "was not refused in time"
     finally:
-        for pid in [other.process.pid, *other.run.running()]:
+        _send(other.process.pid, signal.SIGTERM)  # killed with all its processes, it could leave files
+        for pid in other.run.left_running(240):
             _send(pid, signal.SIGKILL)
         other.run.left_running(10)
         (job.folder / f"output.{other.starts}").unlink()

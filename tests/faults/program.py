@@ -152,7 +152,7 @@ def trained(
     history = engine.fit(
         data(),
         epochs=1000,
-        steps=steps,
+        max_steps=steps,
         batch_size=8,
         save=folder,
         save_every=SAVE_EVERY if memory_every is None else NEVER,

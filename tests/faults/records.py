@@ -76,7 +76,7 @@ def summary(records: Sequence[JobRecord], peer_kinds: Sequence[str] = ()) -> lis
         leaks.update(record.leaks)
     left = ", ".join(f"{name}: {count}" for name, count in sorted(leaks.items()))
     lines.append(f"left in /dev/shm and in the temporary folder: {left or 'nothing'}")
-    return lines + [f"  {record.setup}: {text}" for record in records for text in record.wrong.values()]
+    return lines + [f"  {record.setup}: {text}" for record in ours for text in record.wrong.values()]
 
 
 def _beside_peer(records: Sequence[JobRecord], kinds: Sequence[str]) -> list[str]:
@@ -91,6 +91,10 @@ def _beside_peer(records: Sequence[JobRecord], kinds: Sequence[str]) -> list[str
         if all(times.values()):
             beside = ", ".join(f"{name} {_times(values)}" for name, values in times.items())
             lines.append(f"  {kind}, one host, gloo: {beside}")
+    peers = [record for record in records if record.setup == PEER]
+    if peers:
+        given_up = sum("end" in record.wrong for record in peers)
+        lines.append(f"  {PEER}: {given_up} of {len(peers)} jobs made no step for two minutes and were given up")
     return lines
 
 

@@ -82,12 +82,13 @@ def test_the_job_goes_on_without_a_host_that_is_gone(two_hosts: Hosts, tmp_path:
 
 @pytest.mark.thorough
 @pytest.mark.hosts
+@pytest.mark.parametrize("more", [[], ["--encrypt"]])
 def test_a_host_that_is_back_is_taken_back(
-    two_hosts: Hosts, tmp_path: Path, pools: Callable[[str, int], RankPool]
+    two_hosts: Hosts, tmp_path: Path, pools: Callable[[str, int], RankPool], more: list[str]
 ) -> None:
     """With the parameters, at the end, of a job that was stopped at the same steps and resumed with as many ranks."""
     folder, plan = tmp_path / "run", "dp={ranks},zero=1"
-    options = ("--elastic", "2:4", "--max-restarts", "3", "-H", "node0:2,node1:2")
+    options = ("--elastic", "2:4", "--max-restarts", "3", "-H", "node0:2,node1:2", *more)
     run = on_two_hosts(two_hosts, tmp_path, *options, PROGRAM, str(folder), plan, "stay:7,hold:9", str(STEPS))
     with run.started() as process:
         wait_for_step(folder, 7, 4)
@@ -146,7 +147,7 @@ def test_sigterm_to_an_agent_ends_the_job_on_all_hosts(two_hosts: Hosts, tmp_pat
         out, output = process.communicate(timeout=120)
         assert run.left_running() == []
     assert process.returncode == RESUMABLE, out + output
-    assert "stopped by SIGTERM to a rank" in output
+    assert "stopped by SIGTERM to the agent on host node1" in output
 
 
 STAYS = "import os, pathlib, time\npathlib.Path('up.' + os.environ['RANK']).touch()\ntime.sleep(1000)\n"

@@ -54,7 +54,11 @@ def test_a_step_that_is_left_out_or_done_again_is_found(tmp_path: Path, samples:
 def test_records_of_several_campaigns_add_up(tmp_path: Path) -> None:
     file = tmp_path / "campaign.jsonl"
     records.append(file, [JobRecord("gloo, ZeRO 1", 1, [("SIGKILL to a rank", 2.0), ("a full disk", 9.0)], restarts=2)])
-    records.append(file, [JobRecord(records.PEER, 1, [("SIGKILL to a rank", 7.0)])])
+    peers = [
+        JobRecord(records.PEER, 1, [("SIGKILL to a rank", 7.0)], wrong=wrong) for wrong in ({}, {"end": "no step"})
+    ]
+    peers[1].faults.clear()
+    records.append(file, peers)
     other = JobRecord("MPI, ZeRO 1", 2, [("SIGKILL to a rank", 4.0)], reruns=1, unlogged=3, leaks={"tmp/x": 1})
     other.wrong["processes"] = "left processes: [5]"
     records.append(file, [other])
@@ -62,6 +66,7 @@ def test_records_of_several_campaigns_add_up(tmp_path: Path) -> None:
     assert "3 faults of 2 kinds in 2 jobs, seeds [1, 2]; 2 restarts by the launcher, 1 jobs started again" in text
     assert "SIGKILL to a rank: 2 faults, median 3.0 s, worst 4.0 s" in text
     assert "unisono 1 faults, median 2.0 s, worst 2.0 s, torchelastic, DDP 1 faults, median 7.0 s, worst 7.0 s" in text
+    assert "torchelastic, DDP: 1 of 2 jobs made no step for two minutes and were given up" in text
     assert "processes left: 1 of 2 jobs" in text
     assert "bit for bit: 0 of 2 jobs" in text
     assert "as the run reported: 3" in text

@@ -23,7 +23,13 @@ class Torchrun(Run):
 
 @dataclass
 class TorchelasticJob(Job):
-    """Two ranks on this host, started again by torch's elastic agent."""
+    """Two ranks on this host, started again by torch's elastic agent.
+
+    Ranks that were started again may find gloo's addresses of those before them in the store of torch 2.13, and then
+    wait for each other for half an hour; so a job is given up earlier than one of ours.
+    """
+
+    longest = 120.0
 
     def start(self) -> None:
         self.starts += 1

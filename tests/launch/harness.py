@@ -12,11 +12,13 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Any
 
 from tests.warm import Warm
 
+Address = IPv4Address | IPv6Address
 MARK = "UNISONO_TEST_MARK"
 COMMAND = (sys.executable, "-P", "-m", "unisono")  # -P: as the installed script, cwd is not on sys.path
 
@@ -136,3 +138,17 @@ def wait_for(path: Path, process: subprocess.Popen[str], patience: float = 60) -
         assert process.poll() is None, f"ended early: {process.communicate()}"
         assert time.monotonic() < deadline, f"{path} never came"
         time.sleep(0.02)
+
+
+def listening(pid: int) -> dict[str, Address]:
+    """The addresses at which TCP sockets of the process listen, by inode."""
+    sockets = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir() if each.is_symlink()}
+    found: dict[str, Address] = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                words = bytes.fromhex(fields[1].partition(":")[0])
+                address = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
+                found[fields[9]] = ip_address(address)
+    return found

@@ -6,6 +6,7 @@ They share the file system and nothing of the network, so what runs over ssh bet
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -19,7 +20,9 @@ from pathlib import Path
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 NAMES = ("node0", "node1")
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
+ADDRESSES_6 = ("fd13:77::1", "fd13:77::2")
 PORT = 2222
+_NUMBERS = itertools.count()
 
 
 def why_not() -> str | None:
@@ -43,6 +46,8 @@ class Hosts:
     folder: Path
     namespaces: tuple[str, str]
     daemons: list[subprocess.Popen[bytes]]
+    ends: tuple[str, str]  # of the cable between them
+    addresses: tuple[str, str] = ADDRESSES
 
     @property
     def ssh(self) -> str:
@@ -65,27 +70,28 @@ class Hosts:
 
     def revive_second(self) -> None:
         """The second host has started again."""
-        self.daemons.append(_sshd(self.folder, self.namespaces[1], ADDRESSES[1]))
+        self.daemons.append(_sshd(self.folder, self.namespaces[1], self.addresses[1]))
 
     def cut_cable(self) -> None:
         """The hosts are there, but neither hears the other any more, and nobody tells them."""
-        _do("ip", "-n", self.namespaces[1], "link", "set", _ends()[1], "down")
+        _do("ip", "-n", self.namespaces[1], "link", "set", self.ends[1], "down")
 
     def mend_cable(self) -> None:
-        _do("ip", "-n", self.namespaces[1], "link", "set", _ends()[1], "up")
+        _do("ip", "-n", self.namespaces[1], "link", "set", self.ends[1], "up")
 
 
 @contextmanager
-def two_hosts(folder: Path) -> Iterator[Hosts]:
-    names = (f"uni{os.getpid()}a", f"uni{os.getpid()}b")
+def two_hosts(folder: Path, addresses: tuple[str, str] = ADDRESSES) -> Iterator[Hosts]:
+    number = f"{os.getpid()}x{next(_NUMBERS)}"  # tests of one process may hold two pairs of hosts at once
+    names, ends = (f"uni{number}a", f"uni{number}b"), (f"uv{number}a", f"uv{number}b")
     daemons: list[subprocess.Popen[bytes]] = []
     try:
-        _cable(names)
-        _keys(folder)
-        _client_config(folder)
-        for name, address in zip(names, ADDRESSES, strict=True):
+        _cable(names, ends, addresses)
+        _keys(folder, addresses)
+        _client_config(folder, addresses)
+        for name, address in zip(names, addresses, strict=True):
             daemons.append(_sshd(folder, name, address))
-        hosts = Hosts(folder, names, daemons)
+        hosts = Hosts(folder, names, daemons, ends, addresses)
         _wait_until_up(hosts)
         yield hosts
     finally:
@@ -102,42 +108,38 @@ def _on(namespace: str) -> list[str]:
     return ["ip", "netns", "exec", namespace, *named]
 
 
-def _cable(names: tuple[str, str]) -> None:
-    ends = _ends()
+def _cable(names: tuple[str, str], ends: tuple[str, str], addresses: tuple[str, str]) -> None:
     for name in names:
         _do("ip", "netns", "add", name)
     _do("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-    for name, end, address in zip(names, ends, ADDRESSES, strict=True):
+    for name, end, address in zip(names, ends, addresses, strict=True):
         _do("ip", "link", "set", end, "netns", name)
-        _do("ip", "-n", name, "addr", "add", f"{address}/24", "dev", end)
+        network = [f"{address}/64", "nodad"] if ":" in address else [f"{address}/24"]
+        _do("ip", "-n", name, "addr", "add", *network, "dev", end)
         _do("ip", "-n", name, "link", "set", end, "up")
         _do("ip", "-n", name, "link", "set", "lo", "up")
 
 
-def _ends() -> list[str]:
-    return [f"uv{os.getpid()}{side}" for side in "ab"]
-
-
-def _keys(folder: Path) -> None:
+def _keys(folder: Path, addresses: tuple[str, str]) -> None:
     for name in ("client", "stranger", "host"):
         _do("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", str(folder / name))
     shutil.copy(folder / "client.pub", folder / "authorized_keys")
     host_key = " ".join((folder / "host.pub").read_text().split()[:2])
-    (folder / "known_hosts").write_text("".join(f"[{a}]:{PORT} {host_key}\n" for a in (*ADDRESSES, "127.0.0.1")))
+    (folder / "known_hosts").write_text("".join(f"[{a}]:{PORT} {host_key}\n" for a in (*addresses, "127.0.0.1")))
 
 
-def _client_config(folder: Path) -> None:
+def _client_config(folder: Path, addresses: tuple[str, str]) -> None:
     common = f"Port {PORT}\n  User root\n  IdentitiesOnly yes\n  UserKnownHostsFile {folder}/known_hosts\n"
     entries = [
         f"Host {name}\n  HostName {address}\n  IdentityFile {folder}/client\n  {common}"
-        for name, address in zip(NAMES, ADDRESSES, strict=True)
+        for name, address in zip(NAMES, addresses, strict=True)
     ]
     entries += [
         f"Host loop\n  HostName 127.0.0.1\n  IdentityFile {folder}/client\n  {common}",
-        f"Host stranger\n  HostName {ADDRESSES[1]}\n  IdentityFile {folder}/stranger\n  {common}",
-        f"Host nodaemon\n  HostName {ADDRESSES[1]}\n  IdentityFile {folder}/client\n  Port 2223\n",
+        f"Host stranger\n  HostName {addresses[1]}\n  IdentityFile {folder}/stranger\n  {common}",
+        f"Host nodaemon\n  HostName {addresses[1]}\n  IdentityFile {folder}/client\n  Port 2223\n",
         f"Host silent\n  HostName 10.213.77.99\n  IdentityFile {folder}/client\n  {common}",
-        f"Host unknownkey\n  HostName {ADDRESSES[1]}\n  IdentityFile {folder}/client\n  Port {PORT}\n"
+        f"Host unknownkey\n  HostName {addresses[1]}\n  IdentityFile {folder}/client\n  Port {PORT}\n"
         f"  UserKnownHostsFile {folder}/none\n  StrictHostKeyChecking yes\n",
     ]
     (folder / "config").write_text("\n".join(entries))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,12 @@ def test_every_rank_is_shown_whatever_it_does(job: tuple[int, Path]) -> None:
     assert lines(worker["stack"])[-1] == line("worker")
 
 
+def test_quiet_is_the_report_alone(job: tuple[int, Path]) -> None:
+    text = looked(*job, "--quiet")
+    assert text.count("\n") == 1
+    assert f"rank 4 has not entered any collective since #1 and is at script.py:{line('loop')}" in text
+
+
 def test_equal_stacks_are_shown_once(job: tuple[int, Path]) -> None:
     text = looked(*job)
     assert text.count(f"script.py:{line('wait')} do") == 1, text
@@ -128,6 +136,27 @@ def test_what_is_no_job_is_one_sentence(tmp_path: Path) -> None:
             attach.find(name)
     other.kill()
     other.wait()
+
+
+def test_pipes_where_files_are_expected_stop_nobody(job: tuple[int, Path], tmp_path: Path) -> None:
+    """In a run folder, and among the descriptors of another process of this host."""
+    lock = tmp_path / "run.lock"
+    for pipe in (lock, tmp_path / "0.stacks"):
+        os.mkfifo(pipe)
+    with subprocess.Popen(["sh", "-c", "exec 9<>0.stacks; exec sleep 1000"], cwd=tmp_path) as other:
+        late = [threading.Timer(20, other.kill), threading.Timer(20, lambda: os.close(os.open(lock, os.O_RDWR)))]
+        for each in late:  # who waits at a pipe goes on
+            each.start()
+        while not os.path.exists(f"/proc/{other.pid}/fd/9"):
+            time.sleep(0.02)
+        with pytest.raises(UsageError, match="no job has this run folder"):
+            attach.find(str(tmp_path))
+        assert [rank.rank for rank in attach.find(str(job[0]))] == [0, 1, 2, 3, 4]
+        assert all(each.is_alive() for each in late)
+        for each in late:
+            each.cancel()
+            each.join()
+        other.kill()
 
 
 def _as_nobody(pid: int) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -16,7 +18,7 @@ from torch.distributed import HashStore
 from tests.launch.harness import MARK, Run, wait_for, write_script
 from unisono.launch.agent.elastic import NodeRendezvous
 from unisono.launch.job import SCRIPT, Entrypoint, NodeJob
-from unisono.launch.transport.link import AgentLinks, agent_command
+from unisono.launch.transport.link import AgentLink, AgentLinks, agent_command
 from unisono.launch.worker import stacks
 
 # Every rank ignores SIGTERM and has a child in a session of its own, whose parent then dies.
@@ -49,6 +51,7 @@ def backend(request: pytest.FixtureRequest) -> str:
     [
         (signal.SIGINT, "polite"),
         (signal.SIGINT, "stubborn"),
+        (signal.SIGQUIT, "polite"),
         (signal.SIGTERM, "stubborn"),
         (signal.SIGKILL, "stubborn"),
     ],
@@ -63,7 +66,7 @@ def test_a_signal_to_the_launcher_ends_everything(
             wait_for(tmp_path / f"up.{rank}", process)
         os.kill(process.pid, signum)
         printed, output = process.communicate(timeout=30)
-        assert run.left_running() == []
+        assert run.left_running(20) == []  # over MPI agents wait 8 s for each other once the launcher has gone
     if signum == signal.SIGKILL:
         assert process.returncode == -signal.SIGKILL
     else:
@@ -124,6 +127,20 @@ saves = {"save": "run"} if sys.argv[1] == "saves" else {}
 history = engine.fit(data, batch_size=8, epochs=100000, callbacks=[Signal()], **saves)
 print("went on after", history.stopped)
 """
+
+
+@pytest.mark.parametrize("signum", [signal.SIGHUP, pytest.param(signal.SIGINT, marks=pytest.mark.thorough)])
+def test_ranks_of_an_agent_that_is_asked_to_stop_may_save(tmp_path: Path, backend: str, signum: signal.Signals) -> None:
+    write_script(tmp_path, FITS)
+    run = Run(["run", "-n", "2", "--backend", backend, "script.py", "saves"], tmp_path)
+    with run.started() as process:
+        wait_for(tmp_path / "up.1", process, patience=180)
+        os.kill(_parent_of(int((tmp_path / "up.1").read_text())), signum)
+        _, output = process.communicate(timeout=120)
+        assert run.left_running() == []
+    assert process.returncode == 75
+    who = f"stopped by {signum.name} to the agent on host localhost"
+    assert re.fullmatch(rf"{who}: fit ended after step \d+, saved in run/checkpoints", output.splitlines()[-1])
 
 
 @pytest.mark.thorough
@@ -203,27 +220,56 @@ def test_ranks_with_a_grace_period_may_save_first(tmp_path: Path, backend: str) 
     assert sorted(path.name for path in tmp_path.glob("saved.*")) == ["saved.0", "saved.1"]
 
 
+def _run_sleeper(link: AgentLink, folder: Path, run: Run) -> None:
+    """One rank of the agent, up and asleep."""
+    write_script(folder, "import pathlib, time\npathlib.Path('up').touch()\ntime.sleep(1000)\n")
+    program = Entrypoint(SCRIPT, "script.py", directory=str(folder))
+    job = NodeJob(program, link.host, 0, 1, 0, 1, 1, "127.0.0.1", 1, {MARK: run.mark}, local_world=1)
+    link.wire.send({"do": "run", "job": job.to_json()})
+    deadline = time.monotonic() + 60
+    while not (folder / "up").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_an_agent_that_hears_nothing_of_its_launcher_ends_its_rank(tmp_path: Path) -> None:
-    write_script(tmp_path, "import pathlib, time\npathlib.Path('up').touch()\ntime.sleep(1000)\n")
     run = Run([], tmp_path)
     links = AgentLinks()
     link = links.start("far", agent_command(), run.variables)
     assert link.process is not None
     assert links.await_event([link], "hello", time.monotonic() + 60)
-    program = Entrypoint(SCRIPT, "script.py", directory=str(tmp_path))
-    job = NodeJob(program, "far", 0, 1, 0, 1, 1, "127.0.0.1", 1, {MARK: run.mark}, local_world=1)
-    link.wire.send({"do": "run", "job": job.to_json()})
     try:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "up").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        _run_sleeper(link, tmp_path, run)
         link.wire.send({"do": "keepalive", "seconds": 0.5})
         assert link.process.wait(timeout=30) == 1
         assert run.left_running() == []
     finally:
         links.kill()
         links.close()
+
+
+def test_what_a_killed_agent_left_is_removed_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process id may also be that of an agent in another container, where /tmp is shared."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    run = Run([], tmp_path, {"TMPDIR": str(tmp_path)})
+    links = AgentLinks()
+    link = links.start("here", agent_command(), run.variables)
+    link.is_local = True
+    answers = links.await_event([link], "hello", time.monotonic() + 60)
+    link.hello = answers[link]
+    assert link.process is not None
+    others = tmp_path / f"unisono-{link.process.pid}-abcdefgh"
+    others.mkdir()
+    try:
+        _run_sleeper(link, tmp_path, run)
+        assert len(list(tmp_path.glob(f"unisono-{link.process.pid}-*"))) == 2
+        link.process.kill()
+        link.process.wait()
+    finally:
+        links.kill()
+        links.close()
+        run.end()
+    assert list(tmp_path.glob("unisono-*")) == [others]
 
 
 def test_the_first_node_keeps_the_store_until_the_others_know_the_end() -> None:
@@ -265,7 +311,39 @@ def test_a_killed_mpi_job_leaves_nothing(tmp_path: Path, how: str) -> None:
     """mpiexec kills all agents once one has ended: that of rank 0, long before that of rank 1."""
     pytest.importorskip("mpi4py")
     write_script(tmp_path, UNEVEN)
-    run = Run(["run", "-n", "2", "--backend", "mpi", "script.py"], tmp_path)
+    with tempfile.TemporaryDirectory() as temporary:  # of a short name, as sockets want
+        _kill_mpi_job(tmp_path, temporary, how)
+        assert os.listdir(temporary) == []
+
+
+@pytest.mark.thorough
+def test_what_an_mpi_job_leaves_of_which_all_are_killed_is_removed_by_the_next(tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py")
+    write_script(tmp_path, UNEVEN)
+    write_script(tmp_path, "print('well')", "next.py")
+    with tempfile.TemporaryDirectory() as temporary:
+        run = Run(["run", "-n", "2", "--backend", "mpi", "script.py"], tmp_path, {"TMPDIR": temporary})
+        with run.started() as process:
+            for rank in range(2):
+                wait_for(tmp_path / f"up.{rank}", process)
+            (segment,) = (tmp_path / "segments.0").read_text().split()
+            deadline = time.monotonic() + 60
+            while not list(Path(temporary).glob("unisono-*/shared_memory")):  # agents look every few seconds
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            for signum in (signal.SIGSTOP, signal.SIGKILL):  # so that none gets to react
+                for pid in run.running():
+                    os.kill(pid, signum)
+        assert any(name.startswith("unisono-mpi-") for name in os.listdir(temporary))
+        assert os.path.exists(segment)
+        done = Run(["run", "-n", "2", "--backend", "mpi", "next.py"], tmp_path, {"TMPDIR": temporary}).finish()
+        assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] well", "[1] well"]), done
+        assert os.listdir(temporary) == []
+        assert not os.path.exists(segment)
+
+
+def _kill_mpi_job(tmp_path: Path, temporary: str, how: str) -> None:
+    run = Run(["run", "-n", "2", "--backend", "mpi", "script.py"], tmp_path, {"TMPDIR": temporary})
     with run.started() as process:
         for rank in range(2):
             wait_for(tmp_path / f"up.{rank}", process)

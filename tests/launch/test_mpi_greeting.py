@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -53,11 +56,39 @@ def _job(ranks: int, start_timeout: float = 60.0) -> LaunchJob:
     return LaunchJob(program, (Placement(host, 0, ranks),), start_timeout=start_timeout)
 
 
-def _admitted(job: LaunchJob, server: socket.socket, mpiexec: subprocess.Popen[bytes], log: Path) -> AgentLinks:
+def _admitted(
+    job: LaunchJob, server: socket.socket, mpiexec: subprocess.Popen[bytes], log: Path, shown: list[str] | None = None
+) -> AgentLinks:
     links = AgentLinks()
     log.touch()
-    mpi_launcher._admit(job, links, server, KEY, mpiexec, log)
+    console: Any = SimpleNamespace(message=(shown if shown is not None else list[str]()).append)
+    mpi_launcher._admit(job, links, server, KEY, mpiexec, log, console)
     return links
+
+
+def test_of_too_many_that_prove_nothing_the_oldest_are_closed(
+    mpiexec: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They are counted, and reported once. Those that are left are closed with the port."""
+    monkeypatch.setattr(mpi_launcher, "_GREETING_TIMEOUT", 1e9)
+    monkeypatch.setattr(mpi_launcher, "_MOST_ARRIVING", 10)
+    server = network.listen("127.0.0.1", 0)
+    silent = [socket.create_connection(server.getsockname()) for _ in range(50)]
+    agents = [_agent(server.getsockname()[1], host=name) for name in "ab"]
+    shown: list[str] = []
+    links = _admitted(_job(2), server, mpiexec, tmp_path / "log", shown)
+    assert {link.hello["host"] for link in links} == {"a", "b"}
+    assert shown[0].startswith("a connection from 127.0.0.1 to the launcher's port was closed")
+    assert re.fullmatch(r"(3[89]|40|41) connections to the launcher's port were closed .*", shown[1]), shown
+    assert len(shown) == 2
+    for each in silent:
+        each.settimeout(30)
+        assert len(each.makefile("rb").read()) == 65  # its nonce; then it was closed
+        each.close()
+    links.close()
+    for agent in agents:
+        agent.join(60)
+    server.close()
 
 
 def test_unauthenticated_connections_hold_nobody_up(

@@ -1,4 +1,4 @@
-"""MPI ranks of a host are forked from one process that has imported torch, and end when it or a stand-in is killed."""
+"""Ranks are forked from a process that has imported what they need. MPI ranks of a host end when it is killed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 
 from tests.launch.harness import Run, wait_for, write_script
 from tests.launch.test_mpi import WHERE
-from unisono.launch.worker import process_tree
+from unisono.launch import job
+from unisono.launch.worker import preload, process_tree
 
 SCRIPT = """
 import os, pathlib, sys, time
@@ -59,3 +60,50 @@ def test_all_ranks_come_from_one_process_and_end_with_it(
         assert process.returncode not in (0, 2), errors
         assert errors
         assert run.left_running() == []
+
+
+PRESENT = """
+import sys
+present = [name in sys.modules for name in ("torch.distributed", "unisono.train.engine", "torch._dynamo", "sympy")]
+print("present", *present, flush=True)
+import unisono as uni
+uni.init()
+uni.shutdown()
+"""
+COMMUNICATES = "present True False False False"
+TRAINS = "present True True True True"
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize(
+    ("more", "options", "output"),
+    [
+        ("", [], COMMUNICATES),
+        ("if 0: uni.Engine(None)", [], TRAINS),
+        ("if 0: uni.parallelize(None)", ["-m"], TRAINS),
+        pytest.param("if 0: uni.Engine(None)  # TORCH_LOGS", [], COMMUNICATES, marks=pytest.mark.thorough),
+        ("if 0: uni.Engine(None)", ["-x", "TORCHDYNAMO_DISABLE=1"], COMMUNICATES),
+    ],
+)
+def test_what_a_training_rank_imports_is_there_before_the_fork(
+    tmp_path: Path, backend: str, more: str, options: list[str], output: str
+) -> None:
+    if backend == "mpi":
+        pytest.importorskip("mpi4py")
+    write_script(tmp_path, PRESENT + more)
+    target = "script" if "-m" in options else "script.py"
+    done = Run(["run", "-n", "2", "--backend", backend, *options, target], tmp_path, anew=True).finish()
+    assert (done.returncode, done.stderr) == (0, ""), done
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] {output}" for rank in range(2)]
+
+
+def test_which_programs_train(tmp_path: Path) -> None:
+    def is_wanted(text: str) -> bool:
+        (tmp_path / "program.py").write_text(text)
+        return preload.is_wanted(job.Entrypoint(job.SCRIPT, "program.py", (), str(tmp_path)), {})
+
+    assert is_wanted("import unisono as uni\nuni.Engine(model)")
+    assert is_wanted("from unisono import init, parallelize")
+    assert not is_wanted("import unisono as uni\nuni.init()")
+    assert not is_wanted("class Engine: ...\nimport unisono as uni\nuni.init()")
+    assert not is_wanted("unisono " * (1 << 17))  # a search that begins anew at each would take hours

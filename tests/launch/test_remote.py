@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -10,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +21,7 @@ import unisono
 from tests import mpi_ranks, warm
 from tests.examples.runner import run_mpiexec
 from tests.launch import namespaces
-from tests.launch.harness import Run, await_end, is_alive, wait_for, write_script
+from tests.launch.harness import Run, await_end, is_alive, listening, wait_for, write_script
 from tests.launch.namespaces import ADDRESSES, Hosts
 from tests.launch.test_mpi import WHERE
 
@@ -286,18 +288,10 @@ def test_a_master_that_others_cannot_reach(hosts: Hosts, tmp_path: Path) -> None
 
 
 MPI_SCRIPT = """
-import os, pathlib, socket, struct
+import os
 from mpi4py import MPI
 names = ("UNISONO_HOST", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 print(MPI.COMM_WORLD.allreduce(1), *(os.environ[name] for name in names))
-if MPI.COMM_WORLD.rank == 0:
-    mine = [each.parent for each in pathlib.Path("/proc").glob("[0-9]*/cmdline") if b"script.py" in each.read_bytes()]
-    inodes = {os.readlink(each) for process in mine for each in (process / "fd").iterdir() if each.is_symlink()}
-    for line in pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        words = line.split()
-        if words[3] == "0A" and f"socket:[{words[9]}]" in inodes:  # listens
-            print("launcher", socket.inet_ntoa(struct.pack("=I", int(words[1].partition(":")[0], 16))))
-MPI.COMM_WORLD.Barrier()
 """
 
 
@@ -309,10 +303,16 @@ def test_mpi_over_two_hosts(hosts: Hosts, tmp_path: Path, flavour: str) -> None:
         pytest.skip(f"{flavour} is not installed at {WHERE[flavour]}")
     write_script(tmp_path, MPI_SCRIPT)
     arguments = ("--backend", "mpi", "-H", "node0:1,node1:2", "script.py")
-    done = _run(hosts, tmp_path, *arguments, anew=True, UNISONO_MPIEXEC=str(WHERE[flavour])).finish()
-    assert done.returncode == 0, done.stderr
-    lines = ["[0] 3 node0 0 1", f"[0] launcher {ADDRESSES[0]}", "[1] 3 node1 0 2", "[2] 3 node1 1 2"]
-    assert sorted(done.stdout.splitlines()) == lines
+    listened = set()  # where the launcher did, until all ranks had greeted it
+    with _run(hosts, tmp_path, *arguments, anew=True, UNISONO_MPIEXEC=str(WHERE[flavour])).started() as process:
+        while process.poll() is None:
+            with contextlib.suppress(OSError):
+                listened |= set(map(str, listening(process.pid).values()))
+            time.sleep(0.05)
+        out, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert sorted(out.splitlines()) == ["[0] 3 node0 0 1", "[1] 3 node1 0 2", "[2] 3 node1 1 2"]
+    assert listened == {ADDRESSES[0]}
 
 
 def _base_python() -> str:

@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 
 import unisono as uni
-from tests.launch.harness import Run, wait_for, write_script
+from tests.launch.harness import Address, Run, listening, wait_for, write_script
+from tests.launch.test_mpi import WHERE
+from tests.ranks import free_port
 from unisono.comm.c10d import all_gather_single
 from unisono.comm.communicator import Communicator
 from unisono.errors import CommError, UsageError
@@ -126,6 +128,73 @@ def test_the_secret_is_in_a_file_for_its_user_and_nowhere_else(tmp_path: Path) -
                 assert hidden not in Path(f"/proc/{pid}/{shown}").read_bytes()
         (tmp_path / "go").touch()
         assert process.wait(timeout=120) == 0
+
+
+@pytest.mark.parametrize("backend", ["gloo", *WHERE])
+def test_on_one_host_all_of_it_listens_on_the_loopback_interface(tmp_path: Path, backend: str) -> None:
+    """But for MPI's process manager, whose sockets what it starts inherits."""
+    variables = {}
+    if backend != "gloo":
+        if not WHERE[backend].exists():
+            pytest.skip(f"{backend} is not installed")
+        backend, variables = "mpi", {"UNISONO_MPIEXEC": str(WHERE[backend])}
+    write_script(tmp_path, _PROGRAM)
+    run = Run(["run", "-n", "2", "--backend", backend, "script.py"], tmp_path, variables)
+    with run.started() as process:
+        wait_for(tmp_path / "address", process, patience=120)
+        own: dict[str, Address] = {}
+        of_manager: dict[str, Address] = {}
+        for pid in run.running():
+            name = os.path.basename(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0])
+            (of_manager if name in (b"mpiexec", b"hydra_pmi_proxy", b"prterun") else own).update(listening(pid))
+        (tmp_path / "go").touch()
+        assert process.wait(timeout=120) == 0
+    addresses = [address for inode, address in own.items() if inode not in of_manager]
+    assert addresses  # the job's store
+    assert all(address.is_loopback for address in addresses), addresses
+
+
+def test_nodes_with_launchers_of_their_own_meet_at_the_address_that_they_were_told(tmp_path: Path) -> None:
+    told = "127.0.0.2"
+    write_script(tmp_path, _PROGRAM)
+    base = ["run", "--nnodes", "2", "--master-addr", told, "--master-port", str(free_port()), "--node-rank"]
+    nodes = [Run([*base, str(node), "script.py"], tmp_path) for node in range(2)]
+    with nodes[0].started() as first, nodes[1].started() as second:
+        wait_for(tmp_path / "address", first, patience=120)
+        found = {str(address) for pid in nodes[0].running() for address in listening(pid).values()}
+        (tmp_path / "go").touch()
+        assert [first.wait(timeout=120), second.wait(timeout=120)] == [0, 0]
+    assert told in found
+    assert found <= {told, "127.0.0.1"}
+
+
+NAMES = {
+    "just one": (["192.0.2.1"], ["192.0.2.1"]),
+    "of both versions": (["2001:db8::1", "192.0.2.1"], ["192.0.2.1"]),
+    "of version 6": (["2001:db8::1", "fe80::1%eth0"], ["2001:db8::1"]),
+    "several": (["192.0.2.1", "192.0.2.2"], []),
+    "that of Debian's /etc/hosts": (["127.0.1.1"], []),
+    "that, and its own": (["127.0.1.1", "::1", "192.0.2.1"], ["192.0.2.1"]),
+    "none": ([], []),
+}
+
+
+@pytest.mark.parametrize(("stands_for", "expected"), NAMES.values(), ids=NAMES.keys())
+def test_the_address_of_a_name(stands_for: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolved(name: str, *_: Any, **__: Any) -> Any:
+        if not stands_for:
+            raise socket.gaierror
+        return [(0, 0, 0, "", (each, 0)) for each in stands_for for _ in range(2)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    assert network._addresses_of("node0") == expected
+
+
+def test_listening_where_a_name_leads() -> None:
+    with network.listen_at("localhost", 0) as listening:
+        assert listening.getsockname()[0] == "127.0.0.1"
+    with network.listen_at("192.0.2.1", 0) as listening:  # of another host
+        assert listening.getsockname()[0] == "0.0.0.0"
 
 
 # ---- objects -------------------------------------------------------------------------------------------------------
@@ -313,6 +382,19 @@ def test_a_secret_that_others_could_know_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has 5 bytes; expected 16 at least"):
         secret.of_job(named)
     assert secret.of_job({}) is None
+
+
+def test_a_secret_that_is_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    os.mkfifo(path, 0o600)
+    writer = threading.Timer(20, lambda: os.close(os.open(path, os.O_RDWR)))  # who waits for one goes on
+    writer.start()
+    with pytest.raises(UsageError, match=r"cannot be read \(it is not a regular file\); name a file with"):
+        secret.of_job({environment.SECRET_FILE: str(path)})
+    with pytest.raises(UsageError, match="cannot be read"):
+        secret.key_in(tmp_path)
+    writer.cancel()
+    writer.join()
 
 
 _MEETING = """

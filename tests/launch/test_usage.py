@@ -19,6 +19,11 @@ from unisono.launch import environment
     [
         (["-n", "2", "missing.py"], "script 'missing.py' does not exist"),
         (["-n", "2", "."], "'.' is not a file"),
+        (
+            ["-n", "2", "cells.ipynb"],
+            "'cells.ipynb' is a notebook, and ranks run Python scripts; write one by `jupyter",
+        ),
+        (["-n", "2", "train.sh"], "'train.sh' is a shell script, and ranks run Python; use --no-python bash train.sh"),
         (["-n", "2"], "nothing to run"),
         (["-n", "2", "--"], "nothing to run"),
         (["-n", "2", "python"], "nothing to run"),
@@ -58,7 +63,8 @@ def test_refusals(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "ok.py").write_text("print('never')")
+    for name in ("ok.py", "cells.ipynb", "train.sh"):
+        (tmp_path / name).write_text("print('never')")
     monkeypatch.chdir(tmp_path)
     assert cli.main(["run", *arguments]) == 2
     captured = capsys.readouterr()
@@ -73,6 +79,36 @@ def test_an_unknown_option_and_a_bad_backend(capsys: pytest.CaptureFixture[str])
             cli.main(arguments)
         assert ended.value.code == 2
     assert "smoke" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("run -n two ok.py", "argument -n/-np: 'two': expected a whole number"),
+        ("run -n 2 --timeout soon ok.py", "argument --timeout: 'soon': expected a number"),
+        ("qsim circuit.qasm --shots many", "argument --shots: 'many': expected a whole number"),
+        ("bench", "the following arguments are required: comm|hardware"),
+    ],
+)
+def test_what_is_no_number_or_missing(words: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words.split())
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f"error: {reason}\n")
+
+
+@pytest.mark.parametrize("words", ["--help", "run --help", "completion bash"])
+def test_a_reader_that_has_gone_is_no_error(words: str) -> None:
+    import os
+    import subprocess
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as gone:
+        command = [sys.executable, "-m", "unisono", *words.split()]
+        done = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, text=True)
+    assert done.stderr == ""
+    assert done.returncode in (0, 141)
 
 
 def test_version_and_a_light_import(tmp_path: Path) -> None:
@@ -147,6 +183,24 @@ def test_doctor_knows_which_torch_is_tested() -> None:
     workflow = (Path(__file__).resolve().parents[2] / ".github" / "workflows" / "release.yml").read_text()
     versions = re.findall(r'"(2\.\d+)\.\d+"', workflow)
     assert max([int(part) for part in version.split(".")] for version in versions) == doctor.NEWEST_TORCH
+
+
+@pytest.mark.thorough  # ranks start
+def test_the_bench_of_collectives_writes_a_file_and_names_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import json
+
+    monkeypatch.chdir(tmp_path)
+    words = ["bench", "comm", "-n", "2", "--backends", "gloo", "--sizes", "1K", "--ops", "all_reduce", "--rounds", "1"]
+    assert cli.main([*words, "--json", "a.json"]) == 0
+    assert capsys.readouterr().out.endswith("wrote a.json\n")
+    assert cli.main([*words, "--json", "b.json", "--quiet"]) == 0
+    assert capsys.readouterr().out == ""
+    found = [json.loads((tmp_path / name).read_text())["figures"] for name in ("a.json", "b.json")]
+    assert [each["op"] for each in found[0]] == [each["op"] for each in found[1]] == ["all_reduce"] * 2
+    assert cli.main([*words, "--quiet"]) == 2
+    assert "no file is named; add --json FILE" in capsys.readouterr().err
 
 
 def test_nothing_is_suggested_for_an_option_like_no_other(capsys: pytest.CaptureFixture[str]) -> None:

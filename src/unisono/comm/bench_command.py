@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import re
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from unisono.amounts import format_bytes, format_rate, format_seconds, parse_amount
 from unisono.errors import UsageError, did_you_mean
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _BACKENDS = ("gloo", "nccl", "mpi")
 
 
@@ -25,6 +24,7 @@ def add_kind(kinds: Any) -> None:
     add("--ops", default="", metavar="OP,OP", help="collectives (default: all)")
     add("--rounds", type=int, default=7, metavar="R", help="rounds of each contender (default: 7)")
     add("--json", nargs="?", const="", metavar="FILE", help="print every figure as JSON, or also write them to FILE")
+    add("--quiet", action="store_true", help="print only errors: the figures are in the file of --json")
     comm.set_defaults(handler=run)
 
 
@@ -37,6 +37,8 @@ def run(chosen: argparse.Namespace) -> int:
     for name in ("n", "rounds"):
         if getattr(chosen, name) < 1:
             raise UsageError(f"{'-n' if name == 'n' else '--rounds'} {getattr(chosen, name)}: expected at least 1")
+    if chosen.quiet and not chosen.json:
+        raise UsageError("--quiet prints nothing, and no file is named; add --json FILE")
     if chosen.json and not Path(chosen.json).resolve().parent.is_dir():
         raise UsageError(f"--json {chosen.json}: the folder does not exist")
     figures = bench.bench(chosen.n, backends, sizes, ops, chosen.rounds)
@@ -45,13 +47,15 @@ def run(chosen: argparse.Namespace) -> int:
     if chosen.json == "":
         print(text)
         return 0
-    _show(listed)
+    if not chosen.quiet:
+        _show(listed)
     if chosen.json:
         try:
             Path(chosen.json).write_text(text + "\n")
         except OSError as error:
             raise UsageError(f"--json {chosen.json}: cannot be written: {error.strerror}") from None
-        print(f"wrote {chosen.json}")
+        if not chosen.quiet:
+            print(f"wrote {chosen.json}")
     return 0
 
 
@@ -65,10 +69,12 @@ def _words(option: str, text: str, known: tuple[str, ...]) -> list[str]:
 
 
 def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+)([KMG]?)(i?B)?", text.strip(), re.IGNORECASE)
-    if match is None or int(match[1]) == 0:
+    """K, M and G without a B are powers of 1024."""
+    word = text.strip().upper().replace("I", "i")
+    size = parse_amount(f"{word}iB" if word.endswith(("K", "M", "G")) else word, "", "B")
+    if not size or size % 1:
         raise UsageError(f"--sizes: {text!r} is no size; expected numbers such as 512, 1K, 64M")
-    return int(match[1]) * _UNITS[match[2].upper()]
+    return int(size)
 
 
 def _machine() -> dict[str, Any]:
@@ -103,30 +109,11 @@ def _row(figure: dict[str, Any], raw: float | None, first: bool) -> list[str]:
     is_raw = figure["contender"].startswith("raw")
     return [
         figure["op"] if first else "",
-        _shown_size(figure["size"]) if first and figure["size"] else "",
+        format_bytes(figure["size"]) if first and figure["size"] else "",
         figure["contender"],
-        _shown_time(figure["seconds"]),
-        _shown_range(figure["fastest"], figure["slowest"]),
-        _shown_rate(figure["algorithm_bandwidth"]),
-        _shown_rate(figure["bus_bandwidth"]),
+        format_seconds(figure["seconds"]),
+        f"{format_seconds(figure['fastest'])} to {format_seconds(figure['slowest'])}",
+        format_rate(figure["algorithm_bandwidth"]) if figure["algorithm_bandwidth"] else "",
+        format_rate(figure["bus_bandwidth"]) if figure["bus_bandwidth"] else "",
         "" if is_raw or not raw else f"{figure['seconds'] / raw:.2f}x",
     ]
-
-
-def _shown_size(size: int) -> str:
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= factor:
-            return f"{size / factor:g} {unit}"
-    return f"{size} B"
-
-
-def _shown_time(seconds: float) -> str:
-    return f"{seconds * 1e6:.1f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
-
-
-def _shown_range(low: float, high: float) -> str:
-    return f"{low * 1e6:.1f}-{high * 1e6:.1f} µs" if high < 1e-3 else f"{low * 1e3:.2f}-{high * 1e3:.2f} ms"
-
-
-def _shown_rate(rate: float) -> str:
-    return f"{rate / 1e9:.2f} GB/s" if rate else ""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import unisono.errors
+from unisono.amounts import format_bytes
 
 GOOD, BAD, ABSENT = "good", "bad", "absent"  # absent: not there, and not needed either
 _MARKS = {GOOD: "[green]✓[/]", BAD: "[red]✗[/]", ABSENT: "[yellow]–[/]"}
@@ -171,7 +172,7 @@ def _mpi() -> Finding:
     if importlib.util.find_spec("mpi4py") is None:
         return Finding("mpi", ABSENT, "mpi4py is not installed", "pip install 'unisono[mpi]'")
     probe = (
-        "from mpi4py import MPI; import mpi4py;"
+        "import mpi4py; from unisono.comm.mpi import library; MPI = library.load();"
         "print(MPI.Get_library_version().splitlines()[0].replace('\\t', ' ').split(', package')[0]);"
         "print(mpi4py.__version__, MPI.Query_thread() == MPI.THREAD_MULTIPLE)"
     )
@@ -236,7 +237,7 @@ def _shared_memory() -> Finding:
         free = shutil.disk_usage("/dev/shm").free
     except OSError:
         return Finding("/dev/shm", BAD, "missing: MPI and data loaders exchange data there", "mount a tmpfs there")
-    text = f"{free / (1 << 30):.1f} GiB free"
+    text = f"{format_bytes(free)} free"
     if free < 64 << 20:
         return Finding("/dev/shm", BAD, f"{text}: MPI and data loaders need more", "in a container: --shm-size=1g")
     return Finding("/dev/shm", GOOD, text)

@@ -19,7 +19,7 @@ from unisono.errors import LaunchError, UsageError
 from unisono.launch import environment, foreign_options, hosts, launcher, scheduler
 from unisono.launch.console import Console, terminal_variables
 from unisono.launch.hosts import Host, Placement
-from unisono.launch.job import COMMAND, MODULE, SCRIPT, Entrypoint, LaunchJob
+from unisono.launch.job import COMMAND, MODULE, SCRIPT, Entrypoint, LaunchJob, default_start_timeout
 from unisono.launch.outcome.monitor import Interrupted, Outcome
 from unisono.launch.scheduler import NodeGroup
 from unisono.launch.worker import aliases as import_aliases
@@ -29,7 +29,7 @@ _RANGE = re.compile(r"(\d+):(\d+)", re.ASCII)
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 _BACKENDS = ("auto", "gloo", "nccl", "mpi")
 _LONGEST = 1e9  # seconds, as of `uni.init`
-_START, _START_GROUP = 30.0, 300.0  # seconds for the start; schedulers may start one node long after another
+_START_HELP = "seconds for the start (default: 30; with --backend mpi, 60 and 1 for each rank; with --nnodes, 300)"
 _TORCHRUN: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("nproc-per-node", "N", str, "ranks of each node: a number, gpu, cpu or auto"),
     ("node-rank", "N", int, "number of this node (default: $PET_NODE_RANK or $JOB_COMPLETION_INDEX)"),
@@ -69,7 +69,7 @@ def add_options(
     add("--verbose", action="store_true", help="show the checks before the start")
     add("--json", action="store_true", help="print how the job ended as JSON, in the last line")
     add("--quiet", action="store_true", help="show the output of ranks, and of the launcher only why the job failed")
-    add("--start-timeout", type=float, metavar="S", help="seconds for the start (default: 30; with --nnodes, 300)")
+    add("--start-timeout", type=float, metavar="S", help=_START_HELP)
     add(
         "--max-restarts",
         type=int,
@@ -190,14 +190,15 @@ def job_of(chosen: argparse.Namespace) -> LaunchJob:
     world = group.world if group else sum(placement.count for placement in placements)
     _require_elastic(chosen, world)
     _settle_encrypt(chosen, group.nodes if group else len(placements), group)
+    backend = None if chosen.backend == "auto" else chosen.backend
     return LaunchJob(
         program=_command(chosen.command) if chosen.no_python else _program(chosen.command, chosen.module),
         placements=tuple(placements),
-        backend=None if chosen.backend == "auto" else chosen.backend,
+        backend=backend,
         environment=_variables(chosen, world),
         output_directory=chosen.output_filename,
         verbose=chosen.verbose,
-        start_timeout=chosen.start_timeout or (_START_GROUP if group else _START),
+        start_timeout=chosen.start_timeout or default_start_timeout(world, backend, of_group=group is not None),
         max_restarts=chosen.max_restarts,
         master_port=chosen.master_port,
         python=chosen.python,
@@ -323,6 +324,13 @@ def _program(command: list[str], module: bool) -> Entrypoint:
         raise UsageError(f"script {target!r} does not exist; check the path (the directory is {os.getcwd()})")
     if not path.is_file():
         raise UsageError(f"{target!r} is not a file; give a Python script, or -m and a module")
+    if path.suffix == ".ipynb":
+        raise UsageError(
+            f"{target!r} is a notebook, and ranks run Python scripts; write one by `jupyter nbconvert --to script "
+            f"{target}`, or use %%unisono in a cell"
+        )
+    if path.suffix in (".sh", ".bash"):
+        raise UsageError(f"{target!r} is a shell script, and ranks run Python; use --no-python bash {target}")
     return Entrypoint(SCRIPT, target, tuple(args), os.getcwd())
 
 

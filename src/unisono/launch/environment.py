@@ -33,10 +33,11 @@ SSH = "UNISONO_SSH"  # read by the launcher: the ssh command, when no --ssh is g
 HOST_TIMEOUT = "UNISONO_SILENCE"  # read by the launcher: seconds without an answer after which a host is lost
 MPIEXEC = "UNISONO_MPIEXEC"  # read by the launcher: the mpiexec to use
 CONNECT = "UNISONO_CONNECT"  # address of the launcher for agents started by mpiexec
+PRELOAD = "UNISONO_PRELOAD"  # "1" for them: see worker.preload
 
 # A remote rank starts in its host's environment, with these variables of the launcher's.
 FORWARDED_PREFIXES = ("UNISONO_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "PYTHON")
-_OF_THE_JOB = (CONNECT, FAILURE_FILE, SECRET_FILE, STORE, TUNNEL, LAUNCHER, LOST_HOSTS, MEMORY)
+_OF_THE_JOB = (CONNECT, PRELOAD, FAILURE_FILE, SECRET_FILE, STORE, TUNNEL, LAUNCHER, LOST_HOSTS, MEMORY)
 NOT_FORWARDED = (*_OF_THE_JOB, HOST, SSH, HOST_TIMEOUT, MPIEXEC)
 
 

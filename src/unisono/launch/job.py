@@ -16,6 +16,17 @@ COMMAND = "command"  # any executable, for --no-python
 CALL = "call"  # a pickled function, for spawn over MPI
 
 
+_START, _START_MPI, _START_GROUP = 30.0, 60.0, 300.0  # seconds; schedulers may start one node long after another
+_START_MPI_RANK = 1.0  # for each rank, which mpiexec starts as a process of its own
+
+
+def default_start_timeout(ranks: int, backend: str | None, of_group: bool) -> float:
+    """Seconds for the start, where the user has not chosen them."""
+    if of_group:
+        return _START_GROUP
+    return _START_MPI + _START_MPI_RANK * ranks if backend == "mpi" else _START
+
+
 @dataclass(frozen=True)
 class Entrypoint:
     """A script, a module, a command or a function with its arguments, and the directory to run it in."""
@@ -36,7 +47,7 @@ class LaunchJob:
     environment: dict[str, str] = field(default_factory=dict)  # of the ranks, in addition to their host's
     output_directory: str | None = None
     verbose: bool = False
-    start_timeout: float = 30.0
+    start_timeout: float = _START
     max_restarts: int = 0
     master_port: int = 0  # 0: a free port of the first host
     python: str = ""  # the interpreter on other hosts; "" is the launcher's own

@@ -107,8 +107,7 @@ def _run_node(job: LaunchJob, group: NodeGroup, console: Console) -> Outcome:
         link = links.all[0]
         port = group.port
         if group.node == 0:
-            interface = group.address if group.nodes == 1 else ""
-            port = preflight.open_store_port(replace(job, master_port=port), links, link, interface)
+            port = preflight.open_store_port(replace(job, master_port=port), links, link, group.address)
         part = job.on_node(group.node, group.host, link.ranks, group.address, port, 0)
         if group.nodes == 1:  # the launchers of several share none, unless the user names a file
             part = replace(part, secret=job_secret.draw().hex())
@@ -183,11 +182,11 @@ def _removed_at_the_end(folder: str) -> Iterator[None]:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP raise Interrupted once; a second signal ends the launcher at once."""
+    """SIGINT, SIGTERM, SIGHUP and SIGQUIT raise Interrupted once; a second signal ends the launcher at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     before = {signum: signal.getsignal(signum) for signum in signals}
 
     def interrupt(signum: int, frame: FrameType | None) -> None:

@@ -10,7 +10,6 @@ import os
 import secrets
 import selectors
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -27,13 +26,15 @@ from unisono.launch.console import Console
 from unisono.launch.job import LaunchJob
 from unisono.launch.outcome.monitor import Monitor, Outcome, ending
 from unisono.launch.store import secret as job_secret
-from unisono.launch.transport import mpiexec, network, preflight
+from unisono.launch.transport import job_folder, mpiexec, network, preflight
 from unisono.launch.transport.link import AgentLink, AgentLinks, agent_command, end_group
 from unisono.launch.transport.wire import Message, Wire
+from unisono.launch.worker import preload
 
 BACKEND = "mpi"
 _GREETING_TIMEOUT = 5.0  # seconds in which a connection must show that it is an agent's
 _GREETING_LIMIT = 1 << 16  # bytes of a message of one that has not
+_MOST_ARRIVING = 256  # connections that have not, beside those of the job's ranks
 
 
 def run(job: LaunchJob, console: Console) -> Outcome:
@@ -52,22 +53,18 @@ def _prepared(job: LaunchJob, console: Console) -> Iterator[tuple[str | None, Pa
     """The launcher's address as the other hosts see it, after the preflight, and the job's secret: in the block each
     host has it in a file of that path, and it stands for that key."""
     secret = job_secret.draw()
-    folder = Path(tempfile.gettempdir()) / f"unisono-mpi-{secrets.token_hex(8)}"
-    path, key = folder / "secret", job_secret.key_of(secret)
+    key = job_secret.key_of(secret)
     if not job.elsewhere:
-        folder.mkdir(0o700)
-        try:
-            job_secret.write(folder, secret)
-            yield "127.0.0.1", path, key
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        with job_folder.made() as folder:
+            yield "127.0.0.1", job_secret.write(folder, secret), key
         return
+    folder = Path(tempfile.gettempdir()) / f"unisono-hosts-{secrets.token_hex(8)}"
     links = AgentLinks()
     monitor = Monitor(job, links, console)
     try:
         preflight.gather(job, links, console.message)
         preflight.keep_secret(job, links, folder, secret)
-        yield preflight.launcher_address(links), path, key
+        yield preflight.launcher_address(links), folder / "secret", key
     finally:
         monitor.stop()
         monitor.close()
@@ -77,19 +74,19 @@ def _attempt(
     job: LaunchJob, console: Console, attempt: int, address: str | None, secret_file: Path, key: bytes
 ) -> Outcome:
     links = AgentLinks()
-    folder = Path(tempfile.mkdtemp(prefix="unisono-mpi-"))
-    monitor = Monitor(job, links, console, lambda link: (folder / "log").read_text(errors="replace"))
-    server = network.listen_at((address or "") if job.elsewhere else "127.0.0.1", 0)
-    process = _start(job, console, folder, f"{secret_file} {server.getsockname()[1]}", address)
-    try:
-        with ending(monitor):
-            _admit(job, links, server, key, process, folder / "log")
-            _assign_ranks(job, links, attempt)
-            return monitor.until_end()
-    finally:
-        server.close()
-        _end_mpiexec(process)
-        shutil.rmtree(folder, ignore_errors=True)
+    with job_folder.made() if job.elsewhere else contextlib.nullcontext(secret_file.parent) as folder:
+        monitor = Monitor(job, links, console, lambda link: (folder / "log").read_text(errors="replace"))
+        server = network.listen_at((address or "") if job.elsewhere else "127.0.0.1", 0)
+        process = _start(job, console, folder, f"{secret_file} {server.getsockname()[1]}", address)
+        try:
+            with ending(monitor):
+                _admit(job, links, server, key, process, folder / "log", console)
+                server.close()  # all ranks have greeted: nobody else is to come
+                _assign_ranks(job, links, attempt)
+                return monitor.until_end()
+        finally:
+            server.close()
+            _end_mpiexec(process)
 
 
 def _start(
@@ -99,12 +96,13 @@ def _start(
     tool = mpiexec.find()
     addresses = [address] if address else network.all_addresses()
     interface = network.interface_of(address) if address and job.elsewhere else None
-    variables = dict(os.environ) | tool.variables(job.ssh, folder)
+    variables = dict(os.environ) | tool.variables(job.ssh, folder, job.elsewhere)
     if variables.get("PYTHONPATH"):  # mpiexec may start ranks in another directory
         variables["PYTHONPATH"] = environment.absolute_path(variables["PYTHONPATH"])
     if "OMP_NUM_THREADS" in job.environment:  # torch is loaded before the agents have the ranks' variables
         variables["OMP_NUM_THREADS"] = job.environment["OMP_NUM_THREADS"]
     variables[environment.CONNECT] = f"{secret_and_port} {','.join(addresses)}"
+    variables[environment.PRELOAD] = "1" if preload.is_wanted(job.program, job.environment) else ""
     command = tool.command(job.placements, agent_command(job.python or sys.executable, "preloaded"), interface)
     if job.verbose:
         console.message(f"{tool.flavour}: {shlex.join(command)}")
@@ -115,41 +113,61 @@ def _start(
 
 
 def _admit(
-    job: LaunchJob, links: AgentLinks, server: socket.socket, key: bytes, process: subprocess.Popen[bytes], log: Path
+    job: LaunchJob,
+    links: AgentLinks,
+    server: socket.socket,
+    key: bytes,
+    process: subprocess.Popen[bytes],
+    log: Path,
+    console: Console,
 ) -> None:
-    """Wait until the agent of every rank has connected. Others may connect, too: none of them holds up an agent."""
+    """Wait until the agent of every rank has connected. Others may connect, too: none of them holds up an agent, and of
+    too many that show nothing the oldest are closed."""
     deadline = time.monotonic() + job.start_timeout
     server.setblocking(False)
-    arriving: dict[int, _Arrival] = {}
+    arriving: dict[int, _Arrival] = {}  # the oldest first
+    refused = 0
     with selectors.DefaultSelector() as selector:
         selector.register(server, selectors.EVENT_READ)
+
+        def settle(fd: int) -> None:
+            nonlocal refused
+            arrival = arriving.pop(fd)
+            selector.unregister(fd)
+            arrival.settle(links)
+            if not arrival.is_welcome and (refused := refused + 1) == 1:
+                console.message(
+                    f"a connection from {arrival.who} to the launcher's port was closed: it did not prove that it "
+                    "belongs to the job; others are counted"
+                )
+
         try:
             while len(links.all) < job.world:
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise LaunchError(_why_mpiexec_failed(job, len(links.all), process, log))
                 for ready, _ in selector.select(0.05):
-                    if ready.fileobj is server:
-                        arrival = _accept(server, key)
-                        if arrival is not None:
-                            arriving[arrival.wire.read_fd] = arrival
-                            selector.register(arrival.wire.read_fd, selectors.EVENT_READ)
-                    else:
+                    if ready.fileobj is not server:
                         arriving[ready.fd].read()
-                for fd, arrival in list(arriving.items()):
-                    if arrival.is_welcome or arrival.is_refused:
-                        selector.unregister(fd)
-                        del arriving[fd]
-                        arrival.settle(links)
+                    elif (arrival := _accept(server, key)) is not None:
+                        arriving[arrival.wire.read_fd] = arrival
+                        selector.register(arrival.wire.read_fd, selectors.EVENT_READ)
+                for fd in [fd for fd, each in arriving.items() if each.is_welcome or each.is_refused]:
+                    settle(fd)
+                while len(arriving) > job.world + _MOST_ARRIVING:
+                    settle(next(iter(arriving)))
         finally:
             for arrival in arriving.values():
                 arrival.wire.close()
+            if refused > 1:
+                console.message(f"{refused} connections to the launcher's port were closed that did not belong to it")
 
 
 class _Arrival:
     """A connection whose first message, a signed hello, has not arrived."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Wire, who: str) -> None:
         self.wire = wire
+        self.who = who
         self._deadline = time.monotonic() + _GREETING_TIMEOUT
         self._messages: list[Message] = []
 
@@ -176,12 +194,12 @@ class _Arrival:
 
 def _accept(server: socket.socket, key: bytes) -> _Arrival | None:
     try:
-        connection, _ = server.accept()
+        connection, address = server.accept()
     except OSError:  # it has gone again
         return None
     connection.settimeout(None)
     fd = connection.detach()
-    return _Arrival(Wire(fd, fd, key, serves=True))
+    return _Arrival(Wire(fd, fd, key, serves=True), str(address[0]))
 
 
 def _why_mpiexec_failed(job: LaunchJob, arrived: int, process: subprocess.Popen[bytes], log: Path) -> str:

@@ -15,7 +15,7 @@ from unisono.errors import LaunchError, UsageError
 from unisono.launch import environment, launcher
 from unisono.launch.console import Console
 from unisono.launch.hosts import LOCAL, Host, Placement
-from unisono.launch.job import CALL, Entrypoint, LaunchJob
+from unisono.launch.job import CALL, Entrypoint, LaunchJob, default_start_timeout
 from unisono.launch.outcome import verdict
 from unisono.launch.outcome.monitor import Interrupted
 from unisono.launch.process_threads import release_openmp_threads, run_openmp_serially
@@ -184,6 +184,7 @@ def _over_mpi(fn: Callable[..., Any], n: int, args: tuple[Any, ...], timeout: fl
         placements=(Placement(Host(LOCAL, n), 0, n),),
         backend="mpi",
         environment={environment.BACKEND: "mpi"},
+        start_timeout=default_start_timeout(n, "mpi", of_group=False),
         time_limit=timeout,
     )
     console = Console()

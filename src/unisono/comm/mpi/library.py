@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import zlib
+from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -47,16 +48,34 @@ def load() -> Any:
         # UCX, below MPICH, rewrites libc's munmap in the running process to keep its cache of memory that is registered
         # with a network card. Where there is none it gains nothing, and a thread that frees memory meanwhile may crash.
         os.environ.setdefault("UCX_MEM_EVENTS", "n")
-    try:
-        from mpi4py import MPI
-    except ModuleNotFoundError as error:
-        raise MissingPackageError("mpi4py", "the MPI backend", "mpi") from error
-    except (ImportError, RuntimeError) as error:
-        raise CommError(
-            f"mpi4py is installed but finds no MPI library ({error}); run: pip install 'unisono[mpi]', "
-            "or set MPI4PY_LIBMPI to the site's libmpi.so"
-        ) from error
+    for again in (True, False):
+        try:
+            from mpi4py import MPI
+        except ModuleNotFoundError as error:
+            raise MissingPackageError("mpi4py", "the MPI backend", "mpi") from error
+        except (ImportError, RuntimeError) as error:
+            if again and (installed := _installed_library()):
+                os.environ["MPI4PY_LIBMPI"] = str(installed)
+                continue
+            raise CommError(
+                f"mpi4py is installed but finds no MPI library ({error}); run: pip install 'unisono[mpi]', "
+                "or set MPI4PY_LIBMPI to the site's libmpi.so"
+            ) from error
+        break
     return MPI
+
+
+def _installed_library() -> Path | None:
+    """The library of the package mpich where mpi4py does not look: Debian's Python has it in /usr/local/lib."""
+    if "MPI4PY_LIBMPI" in os.environ:
+        return None
+    try:
+        files = metadata.files("mpich") or []
+    except metadata.PackageNotFoundError:
+        return None
+    found = [Path(str(file.locate())).resolve() for file in files if file.name.startswith("libmpi.so")]
+    # of libmpi.so and libmpi.so.12 one is a link, which wheels cannot have, and came as a file of a few bytes
+    return max((path for path in found if path.is_file()), key=lambda path: path.stat().st_size, default=None)
 
 
 def world() -> tuple[int, int]:

@@ -18,9 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from unisono.amounts import ranks_in_words
 from unisono.errors import UsageError
 from unisono.launch.worker import process_tree, stacks
 from unisono.launch.worker.stacks import Frame, RankProcess
+from unisono.regular_files import read_text
 
 _ANSWER = 3.0  # seconds that ranks get for their stack, and for their state
 _LOCK = "run.lock"  # in a run folder
@@ -43,6 +45,7 @@ def add_parser(subparsers: Any) -> None:
         "of dumps of torch's flight recorder",
     )
     parser.add_argument("--json", action="store_true", help="print report and stacks as JSON")
+    parser.add_argument("--quiet", action="store_true", help="print the report alone, one sentence without stacks")
     parser.set_defaults(handler=handle)
 
 
@@ -58,6 +61,8 @@ def handle(chosen: argparse.Namespace) -> int:
     found = look(ranks)
     if chosen.json:
         print(json.dumps(found))
+    elif chosen.quiet:
+        print(found["report"])
     else:
         _show(found)
     return 0
@@ -98,8 +103,8 @@ def _owner(folder: Path) -> int:
             f"attach {folder}: neither a process id nor a folder; give that of `unisono run`, or a run folder"
         )
     try:
-        owner = _OWNER.match((folder / _LOCK).read_text(encoding="utf-8", errors="replace"))
-    except OSError:
+        owner = _OWNER.match(read_text(folder / _LOCK))
+    except (OSError, ValueError):
         owner = None
     if owner is None:
         raise UsageError(f"attach {folder}: no job has this run folder; give the process id of `unisono run`")
@@ -148,8 +153,6 @@ def look(ranks: Sequence[RankProcess]) -> dict[str, Any]:
 
 
 def _show(found: dict[str, Any]) -> None:
-    from unisono.comm.watchdog.report import ranks_in_words
-
     here = len(found["ranks"])
     head = f"{found['world']} ranks" + (f", {here} of them on this host" if here < found["world"] else "")
     head += f", after restart {found['attempt']}" if found["attempt"] else ""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from unisono.amounts import ranks_in_words
 from unisono.comm.watchdog import report
 from unisono.comm.watchdog.op_log import P2P, LoggedOp, shown
 from unisono.comm.watchdog.report import GroupState, RankState
@@ -72,7 +73,7 @@ def explain(dumps: Mapping[int, Path]) -> str:
     absent = dict.fromkeys(world - set(states), "have left no dump")
     dispute = _dispute(states)
     if dispute is None and not any(state.waiting for state in states.values()):
-        return f"{report.ranks_in_words(sorted(states))} wait in no collective that was recorded"
+        return f"{ranks_in_words(sorted(states))} wait in no collective that was recorded"
     return report.report(states, absent, dispute)
 
 

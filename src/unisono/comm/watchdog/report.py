@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from unisono.amounts import format_ranks, ranks_in_words
 from unisono.comm.watchdog.op_log import P2P, LoggedOp, OpLog
 
 RECENT = 8  # operations of each group in a rank's state
@@ -163,24 +164,7 @@ def _of_group(state: RankState, name: str) -> str:
     others = (other for other in state.groups if other != "world" and not other.endswith(P2P))
     alike = [other for other in others if state.groups[other].ranks == ranks]
     which = f"group {alike.index(name) + 1}" if len(alike) > 1 else "the group"
-    return f" in {which} of ranks {_numbers(ranks)}"
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_numbers(ranks)}"
-
-
-def _numbers(ranks: Sequence[int]) -> str:
-    """0,1,2,3 up to eight ranks; beyond, as ranges: 0-6,8."""
-    if len(ranks) <= 8:
-        return ",".join(map(str, ranks))
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1] = [runs[-1][0], rank]
-        else:
-            runs.append([rank])
-    return ",".join("-".join(map(str, run)) for run in runs)
+    return f" in {which} of ranks {format_ranks(ranks)}"
 
 
 def _conjugated(phrase: str, count: int) -> str:

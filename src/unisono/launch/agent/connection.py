@@ -72,7 +72,7 @@ class StopListener:
         self._closed = False
         self._grace = 0.0
         self._keepalive: float | None = None  # seconds without a message of the launcher after which the job is over
-        self._by_sigterm = False  # SIGTERM to the launcher or to this agent: ranks get their grace period
+        self._is_gentle = False  # by SIGTERM or SIGHUP, or a signal to this agent: ranks get their grace period
         self.keeps_memory = False  # what ranks have saved in memory is for the agents that follow
         self.signal = signal.SIGTERM
         self.received: signal.Signals | None = None  # by this process, and not through the launcher
@@ -88,7 +88,7 @@ class StopListener:
             for message in self._wire.read_once():
                 if message["do"] == "stop":
                     self.signal = signal.Signals(message["signal"])
-                    self._by_sigterm = self.signal == signal.SIGTERM
+                    self._is_gentle = self.signal in (signal.SIGTERM, signal.SIGHUP)
                     self._stop()
                 elif message["do"] == "keep":
                     self.keeps_memory = True
@@ -103,7 +103,7 @@ class StopListener:
             return
         if self.on_stop is not None:
             self.on_stop(self.signal)
-        self._grace = self._pool.grace if self._by_sigterm else 0.0
+        self._grace = self._pool.grace if self._is_gentle else 0.0
         self._wire.send({"event": "grace", "seconds": self._grace})
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(self._grace + HARD_STOP)
@@ -118,14 +118,13 @@ class StopListener:
         _ignore_signals()
         if signum != signal.SIGUSR1:
             self.received = signal.Signals(signum)
-        if signum == signal.SIGTERM:
-            self._by_sigterm = True
+            self._is_gentle = True
             self._grace = self._pool.grace
         raise Stopped
 
     def await_grace(self) -> None:
-        """Let ranks that requested a grace period end by themselves, if SIGTERM is the reason for the stop."""
-        if self._by_sigterm and self._grace:
+        """Let ranks that requested a grace period end by themselves, unless the job is to end at once."""
+        if self._is_gentle and self._grace:
             self._pool.terminate_gracefully(self._grace)
 
     def close(self) -> None:

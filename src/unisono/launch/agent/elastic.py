@@ -51,6 +51,7 @@ from unisono.launch.worker.pool import WorkerPool
 _MONITOR = 0.1  # seconds of forwarding output between checks of the other nodes
 _STORE_TIMEOUT = datetime.timedelta(seconds=300)
 _EXIT_TIMEOUT = 30.0  # seconds in which the other nodes must notice that all have finished
+_HEARD = 1.0  # seconds in which they notice that the job cannot start
 
 
 def open_store(job: NodeJob, key: bytes | None, listening: socket.socket | None) -> Store:
@@ -109,7 +110,11 @@ class NodeRendezvous(RendezvousHandler):
         own += f", {job.identity}" if job.identity else ""
         first = self._generations.compare_set("job", "", own).decode()
         if first != own:
-            raise LaunchError(f"node {job.node} has {own}, but another node of the job at {job.address}: {first}")
+            refusal = f"node {job.node} has {own}, but another node of the job at {job.address}: {first}"
+            is_of_job = not job.identity or first.endswith(f", {job.identity}")
+            if is_of_job and not self._generations.check(["complete/0"]):
+                self._generations.set("refusal", refusal)
+            raise self._refused(refusal)
         if self._generations.add(f"joined/{job.node}", 1) == 1 or not self._generations.check(["current"]):
             return
         current = int(self._generations.get("current"))
@@ -143,10 +148,25 @@ class NodeRendezvous(RendezvousHandler):
         seconds = self._job.start_timeout or _STORE_TIMEOUT.total_seconds()
         deadline, pause = time.monotonic() + seconds, 0.002
         while not self._generations.check([key]) and not self.num_nodes_waiting():
+            if self._generations.check(["refusal"]) and not self._generations.check(["complete/0"]):
+                raise self._refused(self._generations.get("refusal").decode())
             if time.monotonic() > deadline:
-                raise LaunchError(f"not all {self._job.nodes} nodes have joined within {seconds:g} s")
+                raise LaunchError(f"not all {self._job.nodes} nodes have joined within {seconds:g} s{self._absence()}")
             time.sleep(pause)
             pause = min(2 * pause, 0.2)
+
+    def _refused(self, refusal: str) -> LaunchError:
+        if self._job.node == 0:
+            time.sleep(_HEARD)  # it serves the store in which the others read it
+        return LaunchError(refusal)
+
+    def _absence(self) -> str:
+        """Of a start, who is missing; two nodes of one number leave another out."""
+        times = [self._generations.add(f"arrived/{self.generation}/{node}", 0) for node in range(self._job.nodes)]
+        missing = [str(node) for node, count in enumerate(times) if not count]
+        twice = [str(node) for node, count in enumerate(times) if count > 1]
+        absence = f"; missing: node {', '.join(missing)}" if missing else ""
+        return absence + (f"; more than one launcher said that it is node {', '.join(twice)}" if twice else "")
 
     def _open_ranks_store(self) -> int:
         """Port of the ranks' store: the agents' own for the first generation, a new one without old keys later. Where
@@ -156,7 +176,7 @@ class NodeRendezvous(RendezvousHandler):
             return int(self._reserved.getsockname()[1])
         if self.generation == 0:
             return self._job.port
-        server = network.listen("127.0.0.1" if self._job.address == "127.0.0.1" else "", 0)
+        server = network.listen_at(self._job.address, 0)
         port = int(server.getsockname()[1])
         self._ranks_store = _open_store(replace(self._job, port=port), server)
         return port
@@ -181,7 +201,7 @@ class NodeRendezvous(RendezvousHandler):
         if self.num_nodes_waiting():
             return  # to a restart: these ranks will be stopped
         introductions = self._generations.multi_get([f"tunnel/{now}/{node}" for node in range(job.nodes)])
-        store = (own_address, job.port) if job.node == 0 else None
+        store = None if self._server is None else (self._server.address or own_address, job.port)
         store_port = self._tunnel.connect(job.node, store, [json.loads(each) for each in introductions])
         if store is None:
             self._store_at = "127.0.0.1", store_port

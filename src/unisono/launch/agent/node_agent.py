@@ -22,12 +22,13 @@ from unisono.errors import LaunchError, UsageError
 from unisono.launch import environment
 from unisono.launch.agent.connection import Reporter, StopListener, Stopped
 from unisono.launch.job import CALL, MODULE, SCRIPT, Entrypoint, NodeJob
+from unisono.launch.outcome import failure
 from unisono.launch.store import program_rendezvous, secret
 from unisono.launch.store.server import StoreServer
-from unisono.launch.transport import network
+from unisono.launch.transport import job_folder, network
 from unisono.launch.transport.wire import Message, Wire
-from unisono.launch.worker import process_tree, rank_main
-from unisono.launch.worker.pool import GRACE, WorkerPool
+from unisono.launch.worker import preload, process_tree, rank_main
+from unisono.launch.worker.pool import GRACE, WorkerPool, folder_prefix
 
 
 def main() -> int:
@@ -81,6 +82,7 @@ def _host_info() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "folders": folder_prefix(os.getpid()),
         "python": ".".join(map(str, sys.version_info[:3])),
         "unisono": sys.modules["unisono"].__version__,
         "torch": _version("torch"),
@@ -205,20 +207,22 @@ def _run(job: NodeJob, wire: Wire, server: socket.socket | None, keep: set[int])
         _await_launcher_close(wire)
     elif job.local_world and not is_heard:  # as below, where nobody would end what the others have left
         time.sleep(max(0.0, since + _OTHERS_END - time.monotonic()))
+        job_folder.remove_without_launcher(Path(os.environ[environment.SECRET_FILE]).parent, patience=GRACE)
     if not listener.keeps_memory:
         shutil.rmtree(job.environment.get(environment.MEMORY, ""), ignore_errors=True)
     return 0
 
 
 def _stopped(pool: WorkerPool, listener: StopListener, host: str) -> tuple[int, str, bool] | None:
-    """Of ranks that ended early because they or this process were asked to: as Reporter.ended reports it."""
-    noted = pool.stop_note()
-    if noted is not None:
-        return *noted, listener.received is not None  # other agents wait for one that has gone, also if its ranks saved
-    if listener.received is None:
-        return None
-    name = listener.received.name
-    return 128 + listener.received, f"{name} was sent to the agent on host {host}; its ranks have ended", True
+    """Of ranks that ended early because they or this process were asked to: as Reporter.ended reports it. Other agents
+    wait for one that has gone, also if its ranks have saved."""
+    noted, received = pool.stop_note(), listener.received
+    if received is None:
+        return None if noted is None else (noted[0], f"stopped by SIGTERM to a rank: {noted[1]}", False)
+    if noted is None:
+        return 128 + received, f"{received.name} was sent to the agent on host {host}; its ranks have ended", True
+    code = failure.RESUMABLE if noted[0] == failure.RESUMABLE else 128 + received
+    return code, f"stopped by {received.name} to the agent on host {host}: {noted[1]}", True
 
 
 def _await_launcher_close(wire: Wire) -> None:
@@ -237,6 +241,8 @@ def _run_elastic(
     _set_gloo_interface(job)
     key = secret.key_of(bytes.fromhex(job.secret)) if job.secret else secret.of_job()
     store = elastic.open_store(job, key, server)
+    if preload.is_wanted(job.program, job.environment):
+        preload.load()
     gc.collect()
     gc.freeze()  # ranks do not copy the pages that the collector would write to
     agent = elastic.Agent(job, pool, store, reporter)
@@ -287,6 +293,8 @@ def _run_mpi_rank(
             reporter.refused(server.refused, server.first_refused)
         if not segments and time.monotonic() > next_look:
             segments |= _mpi_segments(pool)
+            if segments:
+                pool.note_shared_memory(segments)
             next_look = time.monotonic() + _LOOK
     if pool.failures():
         segments |= _mpi_segments(pool)  # a rank that is stopped while it ends does not remove them

@@ -153,7 +153,10 @@ def serve(path: str, expected: int, starter: int) -> None:
     import torch.distributed  # noqa: F401
 
     import unisono.launch.agent.node_agent  # noqa: F401
+    from unisono.launch.worker import preload
 
+    if os.environ.get(environment.PRELOAD):
+        preload.load()
     gc.collect()
     gc.freeze()  # ranks do not copy the pages that the collector would write to
     process_tree.outlive_parent()

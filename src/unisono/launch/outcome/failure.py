@@ -85,8 +85,8 @@ def last_operation_in(note: bytes) -> str:
 
 
 def note_stop(text: str, code: int = RESUMABLE) -> None:
-    """Note that this rank was asked to stop and will end before its work is done: the job's exit code will be `code`,
-    also where the program goes on and ends without an error. An empty text withdraws it."""
+    """Note that this rank was asked to stop and will end before its work is done, and what it has done: the job's exit
+    code will be `code`, also where the program goes on and ends without an error. An empty text withdraws it."""
     path = _record_path()
     if path and text:
         Path(f"{path}.stopped").write_text(json.dumps([code, text]))

@@ -186,7 +186,7 @@ class Monitor:
                     self._console.message(
                         f"{message['refused']} connections to the job's store were closed that did not belong to it"
                     )
-                if message["stopped"] and self._stopped is None:
+                if message["stopped"] and (self._stopped is None or (message["stopped"][2] and not self._must_end)):
                     code, reason, self._must_end = message["stopped"]
                     self._stopped, self._stopped_since = (code, reason), time.monotonic()
                 if message["problem"] and not self._problem:
@@ -281,7 +281,7 @@ def ending(monitor: Monitor) -> Iterator[None]:
     try:
         yield
     except Interrupted as interrupted:
-        signum = interrupted.signum
+        signum = interrupted.signum if interrupted.signum != signal.SIGQUIT else signal.SIGINT  # ranks dump no core
         interrupted.attempt = monitor.attempt
         raise
     finally:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from unisono.amounts import ranks_in_words
 from unisono.launch.outcome import failure
 
 EXIT = "exit"  # ended with a code and without a failure record
@@ -92,7 +93,7 @@ def _last_operations(dead: int, last: Mapping[int, str], signum: int = 0) -> str
     ranks_at: dict[str, list[int]] = {}
     for rank in sorted(last, key=lambda rank: (rank != dead, rank)):
         ranks_at.setdefault(last[rank], []).append(rank)
-    lines = [f"{_ranks(sorted(ranks))} last began {operation}" for operation, ranks in ranks_at.items()]
+    lines = [f"{ranks_in_words(sorted(ranks))} last began {operation}" for operation, ranks in ranks_at.items()]
     return "\n" + "; ".join(lines) + _explanation(dead, last, signum)
 
 
@@ -110,10 +111,6 @@ def _differ(one: str, other: str) -> bool:
     if mine is None or theirs is None or mine["group"] != theirs["group"]:
         return False
     return mine["number"] == theirs["number"] and mine["what"] != theirs["what"]
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {','.join(map(str, ranks))}"
 
 
 def summary(each: RankFailure, host: str | None) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from unisono.errors import UsageError
 from unisono.launch import environment
+from unisono.regular_files import open_regular
 
 _LEAST = 16  # bytes of a file that a user has made
 _MOST = 1 << 16
@@ -43,9 +44,9 @@ def of_job(environ: Mapping[str, str] = os.environ) -> bytes | None:
 def key_in(path: str | Path) -> bytes:
     """The key that a file stands for. UsageError if others may read or have written it."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             found = os.fstat(file.fileno())
-            content = file.read(_MOST).strip() if stat.S_ISREG(found.st_mode) else b""
+            content = (file.read(_MOST) or b"").strip()
     except OSError as error:
         raise UsageError(
             f"{environment.SECRET_FILE}={path} cannot be read ({error.strerror}); name a file with the job's secret"

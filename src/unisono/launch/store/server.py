@@ -10,6 +10,7 @@ bounded part of the thread's time. Connections that prove nothing are counted.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import selectors
 import socket
 import struct
@@ -112,6 +113,12 @@ class StoreServer:
     @property
     def port(self) -> int:
         return int(self._listening.getsockname()[1])
+
+    @property
+    def address(self) -> str | None:
+        """None for every address of this host."""
+        found = ipaddress.ip_address(self._listening.getsockname()[0])
+        return None if found.is_unspecified else str(found)
 
     @contextlib.contextmanager
     def standing_still(self) -> Iterator[None]:

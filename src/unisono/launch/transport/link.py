@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from unisono.launch.transport.wire import Message, Wire
-from unisono.launch.worker.pool import folder_prefix
 
 _ERRORS_KEPT = 1 << 16
 
@@ -143,8 +142,8 @@ class AgentLinks:
         """Close all file descriptors, and remove what agents of this host have left, if they were killed."""
         self._selector.close()
         for link in self.all:
-            if link.is_local and "pid" in link.hello:
-                for left in Path(tempfile.gettempdir()).glob(f"{folder_prefix(link.hello['pid'])}*"):
+            if link.is_local and "folders" in link.hello:
+                for left in Path(tempfile.gettempdir()).glob(f"{link.hello['folders']}*"):
                     shutil.rmtree(left, ignore_errors=True)
             link.wire.close()
             if link.process is not None and link.process.stderr is not None:

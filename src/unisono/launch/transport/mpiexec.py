@@ -15,6 +15,10 @@ from unisono.errors import LaunchError, UsageError
 from unisono.launch import environment
 from unisono.launch.hosts import Placement
 
+# On one host, where ranks talk by shared memory, UCX and libfabric listen at the loopback interface. Open MPI's own TCP
+# transport listens on all interfaces, whatever it is told, and is left out.
+_ON_ONE_HOST = {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo", "OMPI_MCA_btl": "^tcp"}
+
 MPICH = "MPICH"
 OPEN_MPI = "Open MPI"
 
@@ -42,9 +46,9 @@ class Mpiexec:
             options += ["-iface", interface] if interface else []
         return [self.path, *options, "-n", str(n), *program]
 
-    def variables(self, ssh: Sequence[str], folder: Path) -> dict[str, str]:
+    def variables(self, ssh: Sequence[str], folder: Path, elsewhere: bool) -> dict[str, str]:
         """Environment variables of mpiexec; folder must exist as long as the job."""
-        found: dict[str, str] = {}
+        found = {} if elsewhere else {name: _ON_ONE_HOST[name] for name in _ON_ONE_HOST if name not in os.environ}
         if tuple(ssh) != ("ssh",):
             wrapper = folder / "ssh"
             wrapper.write_text(f'#!/bin/sh\nexec {shlex.join(ssh)} "$@"\n')
@@ -64,7 +68,7 @@ class Mpiexec:
 
     def exported(self) -> list[str]:
         """Open MPI forwards only these variables to other hosts; MPICH all."""
-        named = [environment.CONNECT, "MPI4PY_MPIABI", "MPI4PY_LIBMPI", "PYTHONPATH"]
+        named = [environment.CONNECT, environment.PRELOAD, "MPI4PY_MPIABI", "MPI4PY_LIBMPI", "PYTHONPATH"]
         return [name for name in named if name in os.environ or name != "PYTHONPATH"]
 
 

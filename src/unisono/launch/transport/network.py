@@ -22,16 +22,37 @@ def listen(address: str, port: int, backlog: int = 2048) -> socket.socket:
 
 
 def listen_at(address: str, port: int) -> socket.socket:
-    """A listening socket on an address by which other hosts know this one: on every interface where it is a name, which
-    may stand for another address here, or where no interface has it."""
-    try:
-        return listen(str(ipaddress.ip_address(address)), port)
-    except ValueError:
-        pass
-    except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise
+    """A listening socket on an address by which other hosts know this one, or a name of such an address. On every
+    interface where no interface has it, and for a name that does not stand for just one address of this host."""
+    for each in [address] if _is_address(address) else _addresses_of(address):
+        try:
+            return listen(each, port)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
     return listen("::" if ":" in address else "", port)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _addresses_of(name: str) -> list[str]:
+    """The address that a name stands for; none where there are several. Other hosts know this one by no loopback
+    address, though it may itself (127.0.1.1 in /etc/hosts)."""
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return []
+    if name != "localhost":
+        found = {each for each in found if not ipaddress.ip_address(each).is_loopback}
+    of_version_4 = [each for each in found if ":" not in each]
+    known = of_version_4 or [each for each in found if "%" not in each]
+    return known if len(known) == 1 else []
 
 
 def reserve_port() -> socket.socket:
@@ -91,11 +112,11 @@ def _interfaces() -> dict[str, str]:
 
 
 def reach(address: str, port: int, timeout: float) -> float | str:
-    """Milliseconds to open a TCP connection, or the error."""
+    """Seconds to open a TCP connection, or the error."""
     start = time.perf_counter()
     try:
         with socket.create_connection((address, port), timeout=timeout):
-            return (time.perf_counter() - start) * 1e3
+            return time.perf_counter() - start
     except TimeoutError:
         return "timed out"
     except OSError as error:

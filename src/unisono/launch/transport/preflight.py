@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from unisono.amounts import format_seconds
 from unisono.errors import PreflightError
 from unisono.launch.job import LaunchJob
 from unisono.launch.transport import ssh
@@ -88,7 +89,7 @@ def _program(job: LaunchJob, healthy: Sequence[AgentLink], links: AgentLinks, de
 
 
 def _print_result(job: LaunchJob, links: AgentLinks, problems: dict[str, str], seconds: float, show: Print) -> None:
-    show(f"preflight of {len(links.all)} host(s), {job.world} ranks, in {seconds:.1f} s:")
+    show(f"preflight of {len(links.all)} host(s), {job.world} ranks, in {format_seconds(seconds, 's', 1)}:")
     for link in links:
         ranks = f"ranks {link.ranks.start}-{link.ranks.stop - 1}"
         if link.host in problems:
@@ -182,7 +183,7 @@ def matrix(links: AgentLinks, reached_at: dict[AgentLink, str]) -> list[list[flo
 
 def matrix_lines(links: AgentLinks, cells: list[list[float | str]]) -> list[str]:
     names = [link.host for link in links]
-    texts = [[cell if isinstance(cell, str) else f"{cell:.2f} ms" for cell in row] for row in cells]
+    texts = [[cell if isinstance(cell, str) else format_seconds(cell, "ms", 2) for cell in row] for row in cells]
     width = max(len(text) for text in [*names, *(text for row in texts for text in row)])
     lines = ["connections (row to column):", "  " + " ".join(f"{name:>{width}}" for name in ["", *names])]
     for name, row in zip(names, texts, strict=True):

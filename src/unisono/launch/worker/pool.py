@@ -9,12 +9,13 @@ a pipe that `release` closes.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import secrets
 import selectors
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import traceback
 import warnings
@@ -26,13 +27,18 @@ from unisono.launch import environment
 from unisono.launch.outcome import failure, verdict
 from unisono.launch.outcome.verdict import RankFailure
 from unisono.launch.store import secret as job_secret
+from unisono.launch.transport import job_folder
 from unisono.launch.worker import process_tree, rank_main
+from unisono.regular_files import open_regular
 
 GRACE = 2.0  # seconds between the stop signal and SIGKILL
 TICK = 0.02  # polling interval for ended ranks that write nothing
 _SETTLE = 0.15  # seconds to wait after a failure for ranks that failed at the same time
 _SETTLE_PEER = 0.8  # the same while only broken connections are known
 _CHUNK = 1 << 16
+_SHARED_MEMORY = "shared_memory"  # in the pool's folder: the files of MPI's ranks
+_RANDOM = 8  # bytes in a folder's name
+_FOLDERS = f"unisono-[0-9]*-{'[0-9a-f]' * 2 * _RANDOM}-*"
 
 OutputListener = Callable[[int, str, bytes], None]  # rank, stream ("out", "err" or "result"), data
 
@@ -47,9 +53,16 @@ class Worker:
     open_streams: set[int] = field(default_factory=set)
 
 
+@functools.cache
 def folder_prefix(pid: int) -> str:
-    """How the names of temporary folders of the process `pid` begin, for whoever sees that it was killed."""
-    return f"unisono-{pid}-"
+    """How the names of temporary folders of this process `pid` begin, and those of no other, also in another container
+    with the same /tmp: for whoever sees that it was killed."""
+    return f"unisono-{pid}-{secrets.token_hex(_RANDOM)}-"
+
+
+def _remove_shared_memory(folder: Path) -> None:
+    with contextlib.suppress(OSError, ValueError), open_regular(folder / _SHARED_MEMORY) as file:
+        rank_main.remove_files(path for path in file.read().decode().split() if rank_main.is_mpi_segment(path))
 
 
 class WorkerPool:
@@ -63,7 +76,8 @@ class WorkerPool:
         self._keep = keep
         self._own = set(close)
         self._streams = ("out", "err", "result") if with_results else ("out", "err")
-        self._folder = Path(tempfile.mkdtemp(prefix=folder_prefix(os.getpid())))
+        job_folder.remove_abandoned(_FOLDERS, _remove_shared_memory)
+        self._folder, self._lock = job_folder.make(folder_prefix(os.getpid()))
         self._selector = selectors.DefaultSelector()
         self._secret_file: Path | None = None
         self._generation = 0
@@ -205,7 +219,7 @@ class WorkerPool:
         return found
 
     def stop_note(self) -> tuple[int, str] | None:
-        """(exit code, sentence) of the first rank that was asked to stop and ended before its work was done."""
+        """(exit code, what it has done) of the first rank that was asked to stop and ended before its work was done."""
         notes = (failure.read_stop(worker.record) for worker in self.workers.values())
         return next((noted for noted in notes if noted is not None), None)
 
@@ -260,6 +274,11 @@ class WorkerPool:
         self.clear()
         self._selector.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._lock)
+
+    def note_shared_memory(self, paths: Collection[str]) -> None:
+        """Files that ranks share, and that the next pool on this host removes, should this process be killed."""
+        (self._folder / _SHARED_MEMORY).write_text("".join(f"{path}\n" for path in paths))
 
     def kill_all(self) -> None:
         """SIGKILL to everything, at once; may be called from any thread."""

@@ -224,6 +224,10 @@ def mpi_segments(pid: int | str = "self") -> set[str]:
     return set()
 
 
+def is_mpi_segment(path: str) -> bool:
+    return path.startswith(_SEGMENT) and "/" not in path.removeprefix(_SEGMENT)
+
+
 def remove_files(paths: Iterable[str]) -> None:
     for path in paths:
         with contextlib.suppress(OSError):

@@ -22,9 +22,11 @@ from typing import Any, NamedTuple, TextIO
 
 from unisono.launch import environment
 from unisono.launch.worker import process_tree
+from unisono.regular_files import open_regular, read_json
 
 SIGNAL = signal.SIGRTMAX - 2  # programs and schedulers use the others
 _SUFFIX = ".stacks"
+_LONGEST = 4096  # bytes of the first line of a rank's file
 _QUIET = 0.03  # seconds in which the handler writes no more: it is done
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 _THREAD = re.compile(r"(Current thread|Thread) 0x([0-9a-f]+).*:")
@@ -119,7 +121,8 @@ class RankProcess:
         deadline = time.monotonic() + seconds
         while path.exists() and time.monotonic() < deadline:
             if self.state_time != since:
-                return dict(json.loads(path.read_text()))
+                with contextlib.suppress(OSError, ValueError, TypeError):
+                    return dict(read_json(path))
             time.sleep(0.02)
         return None
 
@@ -143,8 +146,8 @@ def rank_of(pid: int) -> RankProcess | None:
         for name in os.listdir(f"/proc/{pid}/fd"):
             path = Path(os.readlink(f"/proc/{pid}/fd/{name}"))
             if path.suffix == _SUFFIX and path.stat().st_uid == Path(f"/proc/{pid}").stat().st_uid:
-                with path.open(encoding="utf-8", errors="replace") as file:
-                    about = json.loads(file.readline())
+                with open_regular(path) as file:
+                    about = json.loads(file.readline(_LONGEST))
                 if (about["pid"], about["fd"]) == (pid, int(name)):
                     fields = {key: int(about[key]) for key in ("pid", "rank", "world", "attempt", "launcher", "thread")}
                     return RankProcess(path=path, **fields)
@@ -173,7 +176,7 @@ def _dump(pid: int, path: Path, seconds: float) -> str:
         last, size = size, path.stat().st_size
         if before < size == last:
             break
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         file.seek(before)
         return file.read().decode(errors="replace")
 
