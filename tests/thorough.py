@@ -21,6 +21,7 @@ FEW: dict[str, int] = {
     "comm/test_watchdog.py::test_ranks_may_go_on_without_one_that_has_left": 1,
     "comm/test_watchdog.py::test_ranks_that_are_always_in_some_call_of_torch_do_not_hang": 1,
     "comm/test_watchdog.py::test_with_check_a_difference_is_reported_at_once": 1,
+    "comm/test_watchdog.py::test_without_check_another_dtype_of_the_same_size_is_reported": 1,
     "comm/test_watchdog.py::test_without_check_another_shape_is_reported_also_of_a_rank_that_it_killed": 1,
     "comm/test_watchdog.py::test_without_check_the_timeout_reports_the_odd_rank": 1,
     "compat/test_documents.py::test_a_program_gives_the_result_of_one_card": 1,

@@ -41,6 +41,15 @@ class Parser(argparse.ArgumentParser):
         """A misspelt option that is required is reported as missing."""
         super().error(message + self._suggestion(self._given) if "required" in message else message)
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError:
+            expected = {int: "a whole number", float: "a number"}.get(action.type)  # type: ignore[call-overload]
+            if expected is None:
+                raise
+            raise argparse.ArgumentError(action, f"{arg_string!r}: expected {expected}") from None
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             near = did_you_mean(str(value), map(str, action.choices))
@@ -67,7 +76,7 @@ def _require_plan(text: str, ranks: int) -> None:
 
 def add_bench(subparsers: Any) -> None:
     parser = subparsers.add_parser("bench", help="measure communication and computation", allow_abbrev=False)
-    kinds = parser.add_subparsers(metavar="WHAT", required=True)
+    kinds = parser.add_subparsers(metavar="comm|hardware", required=True)
     bench_command.add_kind(kinds)
     plan_command.add_bench_kind(kinds)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, ClassVar
@@ -64,6 +65,7 @@ __all__ = [
     "is_functorch_wrapped",
     "is_tracing",
     "keep_order_of_graphs",
+    "may_be_compiled",
     "no_autocast",
     "no_function_modes",
     "no_spare_keys",
@@ -77,9 +79,12 @@ __all__ = [
     "set_tracing",
     "storage_uses",
     "transform_at_work",
+    "unscale_",
+    "update_scale_",
     "watch_random_ops",
     "will_run",
     "with_autograd",
+    "without_wrapper",
 ]
 
 # ---- modes: what torch calls instead of its functions ----------------------------------------------------------------
@@ -88,6 +93,18 @@ no_torch_function = torch._C.DisableTorchFunction  # neither modes nor subclasse
 no_torch_function_subclass = torch._C.DisableTorchFunctionSubclass
 no_autocast = torch._C._DisableAutocast
 not_compiled = torch._disable_dynamo  # a decorator: torch.compile calls such a function instead of tracing it
+
+
+def may_be_compiled() -> bool:
+    """Whether torch.compile has been used in this process."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return frames is not None and bool(frames.cached_backends)
+
+
+def without_wrapper(op: Any) -> Callable[..., Any]:
+    """An op of torch's dispatcher, to be called without a frame of Python."""
+    found: Callable[..., Any] = getattr(op, "_op", op)
+    return found
 
 
 @contextlib.contextmanager
@@ -314,6 +331,8 @@ def transform_at_work() -> bool:
 foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
+unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+update_scale_ = torch._amp_update_scale_
 
 
 def storage_uses(storage: torch.UntypedStorage) -> int:

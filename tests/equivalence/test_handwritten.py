@@ -76,7 +76,7 @@ def reported_coverage(comm: Communicator, rules: dict[str, str] | None) -> tuple
 def test_how_much_is_sharded_is_reported(pools: Pools) -> None:
     expected = (
         "tp=2 shards 97% of the parameters and 100% of the FLOPs; largest module left replicated: mesta "
-        "(0.4 k parameters): nn.Embedding whose rows are positions"
+        "(384 parameters): nn.Embedding whose rows are positions"
     )
     assert pools("gloo", 2).run(reported_coverage, None) == [(expected, [])] * 2
 

@@ -102,7 +102,7 @@ def trained(comm: Communicator, folder: str, plan: str, steps: int) -> list[floa
         Net, nn.functional.cross_entropy, adamw, plan=plan, parameter_groups=GROUPS, check="off",
         scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.9**step] * 4),
     )  # fmt: skip
-    history = engine.fit(data, epochs=1, steps=steps, batch_size=8, save=folder, resume=True, progress=False)
+    history = engine.fit(data, epochs=1, max_steps=steps, batch_size=8, save=folder, resume=True, progress=False)
     return history.losses
 
 

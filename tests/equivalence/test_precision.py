@@ -19,7 +19,8 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.parallel import master_weights
 from unisono.parallel.apply import parallelize
-from unisono.parallel.precision import LossScaler, Precision
+from unisono.parallel.loss.loss_scale import LossScaler
+from unisono.parallel.precision import Precision
 from unisono.parallel.trainer import Trainer
 from unisono.parallel.zero.shards import ZeroShard
 from unisono.plan.plan import Plan
@@ -178,20 +179,9 @@ def test_one_rank_overflows_and_all_skip_the_step(pools: Pools, plan: str) -> No
 
 def each_decides_alone(comm: Communicator, plan: str) -> tuple[float, int, bool]:
     """The fault: nobody asks the others."""
-    unscale = LossScaler.unscale
-
-    def without_asking(self: LossScaler, parameters: Any) -> bool:
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        for gradient in gradients:
-            gradient.mul_(1.0 / self.value)
-        self.is_finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
-        return self.is_finite
-
-    LossScaler.unscale = without_asking  # type: ignore[method-assign]
-    try:
-        return one_rank_overflows(comm, plan, clip=None)  # clipping would wait for the others for ever
-    finally:
-        LossScaler.unscale = unscale  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LossScaler, "_anywhere", lambda scaler, found: found)
+        return one_rank_overflows(comm, plan)
 
 
 def test_without_agreement_ranks_would_part(pools: Pools) -> None:

@@ -71,10 +71,13 @@ def test_the_tables_of_names_are_looked_at() -> None:
 
 def test_every_option_exists(capsys: pytest.CaptureFixture[str]) -> None:
     known = ""
-    for words in (["run"], ["verify"], ["plan"], ["explain"], ["report"], ["doctor"], ["qsim"], ["bench", "comm"]):
+    words = ["run", "verify", "plan", "explain", "attach", "report", "doctor", "qsim", "bench comm", "bench hardware"]
+    for command in words:
         with pytest.raises(SystemExit):
-            cli.main([*words, "--help"])
-        known += capsys.readouterr().out
+            cli.main([*command.split(), "--help"])
+        shown = capsys.readouterr().out
+        assert {"--json", "--quiet"} <= set(re.findall(r"--[a-z-]+", shown)), command  # every command has both
+        known += shown
     text = (ROOT / "docs" / "command.md").read_text(encoding="utf-8")
     for option in sorted(set(re.findall(r"(?<![\w-])--?[a-zA-Z][a-z-]*", text)) - {"--help"}):
         assert re.search(rf"{option}\b", known), f"docs/command.md: {option}"

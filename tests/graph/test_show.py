@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from tests.graph.tasks import TASKS
+from unisono.amounts import format_ranks
 from unisono.cli import main
 from unisono.graph.capture.trace import trace
 from unisono.graph.placement.find import find
+from unisono.graph.program.binding import _NATIVE, native
 from unisono.graph.program.lowering import Lowered, lower
-from unisono.graph.program.native import _NATIVE, native
-from unisono.graph.render.communication import ranks_text
 from unisono.graph.render.dump import save
 from unisono.graph.render.html import as_page
 from unisono.graph.render.listing import listing_of
@@ -55,14 +55,14 @@ def test_the_quickstart_is_as_published(quickstart: Lowered) -> None:
 
 
 def test_large_groups_are_written_as_ranges() -> None:
-    assert ranks_text((4, 5, 6, 7)) == "4,5,6,7"
-    assert ranks_text(range(0, 64, 8)) == "0,8,16,24,32,40,48,56"
-    assert ranks_text(range(1024)) == "0-1023"
-    assert ranks_text(range(644, 780, 8)) == "644-772 step 8"
-    assert ranks_text([*range(4), *range(16, 20), *range(32, 36)], ", ") == "0-3, 16-19, 32-35"
-    assert ranks_text([first + i for first in range(0, 1024, 32) for i in range(4)]) == "0-3,32-35,...,992-995"
-    assert ranks_text([*range(0, 40, 8), *range(100, 140, 8)]) == "0-32 step 8,100-132 step 8"
-    assert ranks_text([0, 1, 3, 4, 6, 9, 10, 12, 15]) == "0-1,3-4,6,9-10,12,15"
+    assert format_ranks((4, 5, 6, 7)) == "4,5,6,7"
+    assert format_ranks(range(0, 64, 8)) == "0,8,16,24,32,40,48,56"
+    assert format_ranks(range(1024)) == "0-1023"
+    assert format_ranks(range(644, 780, 8)) == "644-772 step 8"
+    assert format_ranks([*range(4), *range(16, 20), *range(32, 36)], ", ") == "0-3, 16-19, 32-35"
+    assert format_ranks([first + i for first in range(0, 1024, 32) for i in range(4)]) == "0-3,32-35,...,992-995"
+    assert format_ranks([*range(0, 40, 8), *range(100, 140, 8)]) == "0-32 step 8,100-132 step 8"
+    assert format_ranks([0, 1, 3, 4, 6, 9, 10, 12, 15]) == "0-1,3-4,6,9-10,12,15"
 
 
 def test_every_rank_has_its_own_groups(quickstart: Lowered) -> None:

@@ -15,7 +15,8 @@ from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.data.clip import clip_by_norm, clip_by_value, gradient_norm
 from unisono.parallel.layout import UNSHARDED, Layout, Split, full_tensor_of, local_of, set_layout
-from unisono.parallel.precision import LossScaler, accumulate_in_float32, autocast
+from unisono.parallel.loss.loss_scale import LossScaler
+from unisono.parallel.precision import accumulate_in_float32, autocast
 
 Pools = Callable[[str, int], RankPool]
 SHAPES = {"replica": (3, 4), "columns": (5, 2), "rows": (3, 7), "both": (6, 5), "number": ()}
@@ -87,9 +88,9 @@ def scaled(comm: Communicator) -> list[float]:
         scaler.scale(weight.sum() * 3).backward()
         if comm.rank == 3 and step == 0:
             weight.grad[0] = math.inf
-        is_finite = scaler.unscale([weight])
-        assert is_finite == (step != 0)
-        if is_finite:
+        scaler.unscale([weight])
+        assert scaler.is_finite == (step != 0)
+        if scaler.is_finite:
             assert weight.grad.tolist() == [3.0]
         scaler.update()
         scales.append(scaler.value)

@@ -1,8 +1,9 @@
-"""Steps as a CUDA graph: the same numbers as eager steps, or a refusal."""
+"""Steps as a CUDA graph: the same numbers as eager steps, dropout's among them, or a refusal."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,15 +21,20 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Net(nn.Module):
-    def __init__(self, dropout: float = 0.0, counts: bool = False, reads: bool = False) -> None:
+    def __init__(
+        self, dropout: float = 0.0, counts: bool = False, reads: bool = False, draws_on_host: bool = False
+    ) -> None:
         super().__init__()
         self.first, self.second, self.norm = nn.Linear(16, 32, bias=False), nn.Linear(32, 8), nn.BatchNorm1d(32)
         self.dropout, self.counts, self.reads, self.calls = dropout, counts, reads, 0
+        self.draws_on_host = draws_on_host
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += self.counts
         h = self.norm(self.first(x)).relu()
         if self.reads and h.sum().item() > 1e9:
+            h = h * 2
+        if self.draws_on_host and float(torch.rand(())) < 0.5:
             h = h * 2
         return self.second(F.dropout(h, self.dropout, self.training))
 
@@ -50,13 +56,14 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-1, momentum=0.9),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
 }
+STILL = {"still": lambda p: torch.optim.SGD(p, lr=0.0)}
 
 
 def _trainer(kind: str = "adamw", plan: str = "dp=1", *, cudagraph: bool = True, **options: Any) -> Trainer:
-    settings = {name: options.pop(name) for name in ("dropout", "counts", "reads") if name in options}
+    settings = {name: options.pop(name) for name in ("dropout", "counts", "reads", "draws_on_host") if name in options}
     torch.manual_seed(0)
     model = Net(**settings).to(DEVICE)
-    optimizer = OPTIMIZERS[kind]
+    optimizer = {**OPTIMIZERS, **STILL}[kind]
     return uni.parallelize(model, plan, loss=_loss, optimizer=optimizer, cudagraph=cudagraph, clip=0.5, **options)
 
 
@@ -119,16 +126,17 @@ def test_settings_that_change_are_seen() -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_a_state_that_is_loaded_is_trained_on() -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_state_that_is_loaded_is_trained_on(dropout: float) -> None:
     def trained(*, cudagraph: bool) -> list[float]:
-        trainer = _trainer(cudagraph=cudagraph)
+        trainer = _trainer(cudagraph=cudagraph, dropout=dropout)
         for step in range(6):
             trainer.step(_batch(step))
         state = trainer.state_dict()
         for step in range(3):
             trainer.step(_batch(20 + step))
         trainer.load_state_dict(state)
-        again = _trainer(cudagraph=cudagraph)
+        again = _trainer(cudagraph=cudagraph, dropout=dropout)
         again.load_state_dict(state)
         return [float(each.step(_batch(step))) for each in (trainer, again) for step in range(6, 12)]
 
@@ -139,10 +147,89 @@ def test_a_state_that_is_loaded_is_trained_on() -> None:
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("plan", ["dp=1", "dp=1,compile"])
-def test_random_numbers_are_refused(plan: str) -> None:
-    with pytest.raises(UsageError, match="draws random numbers, as dropout does"):
-        _trainer(plan=plan, dropout=0.1).step(_batch(0))
+def test_dropout_is_that_of_eager_steps(plan: str, precision: str) -> None:
+    """At a learning rate of 0, and on one batch, losses depend on nothing but the masks."""
+
+    def trained(*, cudagraph: bool) -> list[float]:
+        trainer = _trainer("still", plan, cudagraph=cudagraph, dropout=0.3, precision=precision)
+        losses = []
+        for step in range(10):
+            losses.append(trainer.step(_batch(0, 17 if step in (6, 7) else 32)))
+            if step in (2, 5):
+                trainer.evaluate(_batch(1))
+        assert trainer.compilation is None or not trainer.compilation.failures
+        if trainer.cuda_graph is not None:
+            assert trainer.cuda_graph._captured is not None
+            assert trainer.cuda_graph._captures == 1
+        return [float(loss) for loss in losses]
+
+    losses = trained(cudagraph=True)
+    assert losses == pytest.approx(trained(cudagraph=False), rel=1e-6)
+    assert len(set(losses)) == len(losses)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_rate_of_dropout_that_changes_is_seen() -> None:
+    def trained(*, cudagraph: bool) -> list[float]:
+        trainer = _trainer("still", cudagraph=cudagraph, dropout=0.3)
+        losses = []
+        for step in range(8):
+            if step == 6:
+                trainer.model.dropout = 0.0  # type: ignore[assignment]
+            losses.append(float(trainer.step(_batch(0))))
+        return losses
+
+    losses = trained(cudagraph=True)
+    assert losses == pytest.approx(trained(cudagraph=False), rel=1e-6)
+    assert losses[6] == losses[7]
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_random_numbers_of_the_host_are_refused() -> None:
+    with pytest.raises(UsageError, match="the model draws random numbers on cpu, which a replayed step would not"):
+        _trainer(draws_on_host=True).step(_batch(0))
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_an_engine_replays_its_steps() -> None:
+    data = torch.utils.data.TensorDataset(*(part.cpu() for part in _batch(0, 256)))
+
+    def trained(*, cudagraph: bool) -> tuple[list[float], uni.Engine]:
+        torch.manual_seed(0)
+        model, options = Net(dropout=0.2).to(DEVICE), {"plan": "dp=1", "check": "off", "cudagraph": cudagraph}
+        engine = uni.Engine(model, _loss, OPTIMIZERS["adamw"], **options)
+        return engine.fit(data, epochs=1, batch_size=32, progress=False).losses, engine
+
+    losses, engine = trained(cudagraph=True)
+    assert engine.ready.cuda_graph is not None
+    assert engine.ready.cuda_graph._captured is not None
+    assert losses == pytest.approx(trained(cudagraph=False)[0], rel=1e-4)
+    with pytest.raises(UsageError, match=r"nonfinite='skip'\) with cudagraph=True"):
+        engine.fit(data, epochs=2, batch_size=32, nonfinite="skip", progress=False)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_checkpoint_that_is_loaded_is_trained_on(tmp_path: Path) -> None:
+    """Loading replaces the optimizer's state, which the graph has in memory of its own."""
+
+    def trained(folder: Path, *, cudagraph: bool) -> list[float]:
+        trainer = _trainer(cudagraph=cudagraph, dropout=0.2)
+        for step in range(6):
+            trainer.step(_batch(step))
+        uni.Checkpoints(folder).save(trainer, 6)
+        for step in range(3):
+            trainer.step(_batch(20 + step))
+        uni.Checkpoints(folder).load(trainer)
+        return [float(trainer.step(_batch(step))) for step in range(6, 12)]
+
+    losses = trained(tmp_path / "graph", cudagraph=True)
+    assert losses == pytest.approx(trained(tmp_path / "eager", cudagraph=False), rel=1e-4)
 
 
 @pytest.mark.gpu
@@ -190,7 +277,7 @@ def test_a_cpu_is_refused() -> None:
 def test_what_cannot_be_captured_is_refused() -> None:
     with pytest.raises(UsageError, match=r"the plan is .*microbatches=2; leave cudagraph out, or use dp=1"):
         uni.parallelize(nn.Linear(16, 8), "microbatches=2", loss=_loss, optimizer=OPTIMIZERS["sgd"], cudagraph=True)
-    with pytest.raises(UsageError, match='precision="fp16", whose loss scale is chosen on the host'):
+    with pytest.raises(UsageError, match='captures steps that are never skipped, but precision="fp16"'):
         uni.parallelize(Net(), "dp=1", loss=_loss, optimizer=OPTIMIZERS["sgd"], precision="fp16", cudagraph=True)
     with pytest.raises(UsageError, match=r"Engine\(cudagraph='yes'\): expected True or False"):
         uni.Engine(Net(), _loss, OPTIMIZERS["sgd"], cudagraph="yes")  # type: ignore[arg-type]

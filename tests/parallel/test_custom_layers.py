@@ -175,7 +175,7 @@ def test_layers_whose_own_forward_needs_all_are_refused_by_name(name: str) -> No
     build, words = REFUSED[name]
     with pytest.raises(UsageError, match=words) as caught:
         require_shareable(build(), 2, RULES)
-    assert '"whole"' in str(caught.value)
+    assert '"replicate"' in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

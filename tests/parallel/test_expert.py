@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +20,11 @@ from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.nn import MoE
 from unisono.parallel.context.context import Context, context_parallelize
+from unisono.parallel.expert import expert as experts
 from unisono.parallel.expert.expert import collect_aux, expert_parallelize, naive_moe, needs_full_batch
+from unisono.parallel.expert.grouped import Groups
 from unisono.parallel.layout import full_tensor_of, layout_of
+from unisono.torch_compat import TorchDispatchMode
 
 Pools = Callable[[str, int], RankPool]
 
@@ -41,6 +45,58 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def moe(**options: Any) -> MoE:
     torch.manual_seed(1)
     return MoE(WIDTH, 12, 5, dtype=torch.float64, **options)
+
+
+BFLOAT16 = {**OPTIONS, "unused experts": {"top_k": 1}, "no bias": {"bias": False, "gated": True}}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", BFLOAT16)
+def test_grouped_experts_are_those_of_the_loop(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, to rounding, forward and backward, with what autocast does to both."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device is visible")
+    torch.manual_seed(1)
+    layer = MoE(16, 24, 5, **BFLOAT16[name]).to(device)
+    if name == "unused experts":
+        with torch.no_grad():
+            layer.router.weight[1:4] = 0
+            layer.router.weight[0], layer.router.weight[4] = 1.0, -1.0
+    x = torch.randn(3, 41, 16, device=device)
+    outcomes, groups = [], []
+    run = Groups.run
+    monkeypatch.setattr(Groups, "run", lambda *args: groups.append(1) or run(*args))
+    for is_grouped in (True, False, True):
+        monkeypatch.setattr(experts, "can_be_grouped", lambda *_, answer=is_grouped: answer)
+        leaf = x.clone().requires_grad_()
+        layer.zero_grad()
+        with torch.autocast(device, dtype=torch.bfloat16):
+            out = layer(leaf)
+            aux = collect_aux(layer)
+        ((out.float() ** 2).sum() + (0.0 if aux is None else aux)).backward()
+        gradients = {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
+        outcomes.append({"out": out.float().detach(), "input": leaf.grad, **gradients})
+    assert len(groups) == 2
+    for key, grouped in outcomes[0].items():
+        assert torch.equal(grouped, outcomes[2][key]), key
+        scale = float(outcomes[1][key].abs().max())
+        torch.testing.assert_close(grouped, outcomes[1][key], rtol=0, atol=0.02 * scale, msg=key)
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 8, 17], [0, 0, 0, 0], [28, 0, 0, 0], [0, 0, 0, 28], [1, 1, 1, 1]])
+def test_rows_of_groups(counts: list[int]) -> None:
+    visits = 28
+    groups = Groups.of(torch.tensor(counts), visits)
+    ends = groups.ends.tolist()
+    starts = [0, *ends[:-1]]
+    assert len(set(groups.rows.tolist())) == visits
+    assert all(start % 8 == 0 and end - start >= 8 for start, end in zip(starts, ends, strict=True))
+    assert len(groups.choice) == ends[-1]
+    assert groups.choice.argmax(1).tolist() == [e for e in range(4) for _ in range(ends[e] - starts[e])]
+    expert = [e for e, count in enumerate(counts) for _ in range(count)]
+    for row, number in zip(groups.rows.tolist(), expert, strict=False):
+        assert starts[number] <= row < ends[number]
+    assert all(starts[-1] <= row < ends[-1] for row in groups.rows[len(expert) :].tolist())
 
 
 # ---- one rank ----------------------------------------------------------------------------------------------------
@@ -224,6 +280,41 @@ def check_ranks(comm: Communicator, shape: tuple[int, int, int], options: dict[s
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 4, 1)])
 def test_ranks(pools: Pools, shape: tuple[int, int, int], name: str) -> None:
     pools("gloo", math.prod(shape)).run(check_ranks, shape, OPTIONS[name], 6)
+
+
+class Reads(TorchDispatchMode):
+    """Counts what would make the host wait for a GPU."""
+
+    OPS = ("_local_scalar_dense", "nonzero", "bincount", "masked_select", "_unique2", "repeat_interleave.Tensor")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).removeprefix("aten.")
+        is_sized = name == "repeat_interleave.Tensor" and (kwargs or {}).get("output_size") is not None
+        self.found[name] += name.startswith(self.OPS) and not is_sized
+        return func(*args, **(kwargs or {}))
+
+
+def reads_of_a_layer(comm: Communicator, ranks: int, options: dict[str, Any]) -> dict[str, int]:
+    model = nn.Sequential(moe(**options))
+    expert_parallelize(model, Mesh((1, ranks, 1), AXES))
+    x = torch.randn(6, WIDTH, dtype=torch.float64, requires_grad=True)
+    lists: list[torch.Tensor] = []
+    tolist = torch.Tensor.tolist
+    with pytest.MonkeyPatch.context() as patch, Reads() as reads:
+        patch.setattr(torch.Tensor, "tolist", lambda tensor: lists.append(tensor) or tolist(tensor))
+        (model(x) ** 2).sum().backward()
+    return {**+reads.found, "lists": len(lists)}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_layer_is_waited_for_once(pools: Pools, ranks: int, name: str) -> None:
+    """For the counts of its experts, and for the sizes of messages."""
+    assert pools("gloo", ranks).run(reads_of_a_layer, ranks, OPTIONS[name]) == [{"lists": 1}] * ranks
 
 
 def test_rank_without_samples(pools: Pools) -> None:

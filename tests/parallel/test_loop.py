@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -309,6 +310,16 @@ def clips_values_with_torch(trainer: Trainer, comm: Communicator) -> None:
     torch.nn.utils.clip_grad_value_(trainer.model.parameters(), 1.0)
 
 
+def scales_with_torch(trainer: Trainer, comm: Communicator) -> None:
+    x, y = batch_of(smooth, 0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(F.cross_entropy(trainer.model(x), y)).backward()
+    shard = next(each for _, each in trainer.optimized() if each.grad is not None and each.numel())
+    if comm.rank:  # an overflow in the shard of one rank
+        shard.grad.fill_(math.inf)  # type: ignore[union-attr]
+    scaler.step(trainer.optimizer)
+
+
 def has_another_optimizer(trainer: Trainer, comm: Communicator) -> None:
     x, y = batch_of(smooth, 0)
     F.cross_entropy(trainer.model(x), y).backward()
@@ -344,6 +355,8 @@ REFUSALS: list[tuple[str, Any, str, dict[str, Any], str]] = [
     ("tp=2", clips_with_torch, "smooth", TP, "use trainer.clip_grad_norm_"),
     ("dp=2,zero=1", clips_with_torch, "smooth", {}, "use trainer.clip_grad_norm_"),
     ("dp=2,zero=2", clips_values_with_torch, "smooth", {}, "trainer.clip_grad_value_"),
+    ("dp=2,zero=1", scales_with_torch, "smooth", {}, "not whether others overflow"),
+    ("tp=2", scales_with_torch, "smooth", TP, "not whether others overflow"),
     ("dp=2,zero=1", has_another_optimizer, "smooth", {}, "only the trainer's own optimizer gets"),
     ("dp=2", gives_other_batches, "smooth", {}, "rank 1 was given another batch than rank 0"),
     ("tp=2", gives_other_batches, "smooth", TP, "rank 1 was given another batch than rank 0"),
@@ -491,7 +504,9 @@ def of_tasks(outputs: Any, y: torch.Tensor) -> torch.Tensor:
 def tasks_agree(comm: Communicator, plan: str, has_example: bool) -> None:
     def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         g = torch.Generator().manual_seed(seed)
-        return torch.randn(4, 3, generator=g, dtype=torch.float64), torch.randn(4, 2, generator=g, dtype=torch.float64)
+        samples = 1 if seed == STEPS - 1 else 4  # of the last batch, one rank has none
+        x, y = (torch.randn(samples, size, generator=g, dtype=torch.float64) for size in (3, 2))
+        return x, y
 
     task = Task(Tasks, of_tasks, smooth.optimizer, batch)
     losses, expected = on_one_device(task, plain)

@@ -152,7 +152,7 @@ def test_a_shard_is_not_taken_for_the_full_parameter(pools: Pools) -> None:
     for outcomes in pools("gloo", 2).run(check_reads):
         assert "Regularised reads table.weight, of which each rank holds a shard" in outcomes["regularised"]
         assert "TiedByHand reads table.weight" in outcomes["tied"]
-        assert '{"table": "whole"}' in outcomes["tied"]
+        assert '{"table": "replicate"}' in outcomes["tied"]
         assert "Fused reads blocks.0.up.weight" in outcomes["fused"]
         assert "head (Scores) reads table.weight" in outcomes["borrowed"]
         assert "which ZeRO 3 gathers for its own module only; use zero=2 or less" in outcomes["zero 3"]

@@ -155,3 +155,28 @@ def test_what_cannot_be_recomputed_is_named() -> None:
         recompute(nn.Linear(2, 2), "full")
     with pytest.raises(UsageError, match="twice"):
         recompute(recompute(_gpt(0.0), "full"), "full")
+
+
+@pytest.mark.parametrize("prefix", [0, 3], ids=["made by the model", "given"])
+def test_a_cache_of_keys_and_values_is_as_the_first_run_found_it(prefix: int) -> None:
+    """A Hugging Face model makes a cache unless its config says no, and each block appends to it; prefix tuning gives
+    one that is not empty. With padding, the second run's keys did not fit the mask."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    mask = torch.ones(3, 32 + prefix, dtype=torch.long)
+    mask[1, -9:] = 0
+    gradients = []
+    for way in ("none", "full"):
+        torch.manual_seed(3)
+        config = transformers.GPT2Config(vocab_size=17, n_embd=16, n_head=4, n_layer=3, n_positions=40, eos_token_id=0)
+        model = recompute(transformers.GPT2LMHeadModel(config), way)
+        cache = transformers.DynamicCache(config=config)
+        for layer in range(3 if prefix else 0):
+            cache.update(torch.randn(3, 4, prefix, 4), torch.randn(3, 4, prefix, 4), layer)
+        given = {"past_key_values": cache} if prefix else {}
+        torch.manual_seed(11)
+        model(TOKENS, attention_mask=mask, labels=TOKENS, **given).loss.backward()
+        gradients.append(_gradients(model))
+    plain, again = gradients
+    assert set(plain) == set(again)
+    for name in plain:
+        assert torch.equal(plain[name], again[name]), name

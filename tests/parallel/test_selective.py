@@ -65,6 +65,38 @@ def test_a_llama_keeps_less_than_70_percent(dtype: torch.dtype, key_value_heads:
         assert torch.equal(one.grad, two.grad), name  # type: ignore[arg-type]
 
 
+def test_casts_of_autocast_are_kept_once() -> None:
+    """Layers that share an input cast it one by one: queries, keys and values, and the two of the MLP."""
+    plain, model = _llama(), recompute(_llama(), "selective")
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        kept = [_kept(each) for each in (model, model, plain, plain)]
+    hidden = SAMPLES * LENGTH * 64 * 2  # bytes of a residual stream in bfloat16
+    assert kept[0] == kept[1]
+    assert kept[2] - kept[1] >= LAYERS * 9 * hidden  # three casts; the normalised values, of two; the MLP, of 5.5
+    for (name, one), two in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(one.grad, two.grad), name  # type: ignore[arg-type]
+
+
+def test_later_steps_keep_as_little() -> None:
+    """They note only what the first has found worth it."""
+    plain, model = _llama(torch.bfloat16), recompute(_llama(torch.bfloat16), "selective")
+    kept = [_kept(model) for _ in range(3)]
+    assert kept[1] == kept[2] <= kept[0] <= 0.7 * _kept(plain)
+    for _ in range(2):
+        _loss(plain).backward()
+    for (name, one), two in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(one.grad, two.grad), name  # type: ignore[arg-type]
+
+
+def test_forwards_without_a_backward_leave_nothing() -> None:
+    """As in a loop that validates without no_grad. The second forward is the first that knows the ops."""
+    model = recompute(_llama(), "selective")
+    _loss(model).backward()
+    with Allocated() as allocated:
+        _loss(model)
+    assert allocated.alive == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_memory_model_knows_what_is_kept(dtype: torch.dtype) -> None:
     task = uni.Task(
@@ -334,3 +366,36 @@ def test_changes_through_data_are_seen() -> None:
         assert expected is not None
         assert found is not None
         assert torch.equal(expected, found)
+
+
+class _Varying(nn.Module):
+    """Runs other ops in every step, some of which have the same names and shapes as those of the step before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.steps = nn.Linear(16, 64), nn.Linear(64, 16), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        hidden = self.up(x)
+        first, second = (F.silu(hidden), hidden.exp()) if self.steps % 4 < 2 else (hidden.exp(), F.silu(hidden))
+        if self.steps == 3:
+            hidden.data.mul_(0.5)
+        gated = first * (second if self.steps % 2 else first) + (hidden if self.steps < 5 else second).sin()
+        if self.steps in (4, 6):
+            gated = gated.mul_(2.0) * hidden.cos()
+        return x + self.down(gated * hidden.detach().tanh().requires_grad_(self.steps == 7))
+
+
+def test_blocks_that_run_other_ops_in_every_step() -> None:
+    made = []
+    for policy in ("none", "selective"):
+        torch.manual_seed(0)
+        model = recompute(nn.Sequential(_Varying(), _Varying()), policy)
+        gradients = []
+        for _ in range(9):
+            model.zero_grad()
+            model(torch.randn(8, 16)).sum().backward()
+            gradients += [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+        made.append(gradients)
+    assert all(torch.equal(one, two) for one, two in zip(*made, strict=True))

@@ -29,7 +29,7 @@ from unisono.parallel.tensor.tensor_parallel import tensor_parallelize
 Pools = Callable[[str, int], RankPool]
 
 MLP_ONLY = {"*.fc1": "column", "*.fc2": "row"}
-IN_BLOCKS = GPT_RULES | {"*.tokens": "whole", "*.head": "whole"}
+IN_BLOCKS = GPT_RULES | {"*.tokens": "replicate", "*.head": "replicate"}
 
 
 def gpt_with_dropout() -> nn.Module:
@@ -245,7 +245,7 @@ def test_refusals(pools: Pools) -> None:
     expected = [
         "Mlp has none; leave sequence out",
         "blocks.0.1 a shard of the sequence, as no rule shards it; if it works token by token, say so with "
-        'the rule {"*.1": "whole"}',
+        'the rule {"*.1": "replicate"}',
         "blocks.0.1 takes means over all tokens",
         "blocks.0.1 a shard of the sequence",
         "layers.0.self_attn has the sequence in dim 0",

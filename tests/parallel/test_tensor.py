@@ -280,7 +280,7 @@ def counted_step(model: nn.Module, mesh: Mesh, objective: Callable[..., torch.Te
 def check_traffic(comm: Communicator) -> None:
     model = seeded(gpt)
     mesh = tp_mesh(comm)
-    tensor_parallelize(model, mesh, GPT_RULES | {"*.tokens": "whole", "*.head": "whole"})
+    tensor_parallelize(model, mesh, GPT_RULES | {"*.tokens": "replicate", "*.head": "replicate"})
     seen = counted_step(model, mesh, next_tokens)
     batch, length, width, layers = 3, 11, 24, 2
     activations = batch * length * width * 8

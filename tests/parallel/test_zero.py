@@ -267,7 +267,7 @@ def costs(comm: Communicator, stage: int, dtype: torch.dtype) -> tuple[int, int,
     with zero.hold():
         model(x).sum().backward()
     for bucket in zero.buckets:
-        zero._land(bucket)
+        zero._wait_for(bucket)
     bytes_held = held_bytes(model, zero)
     zero.finish()
     travelled = {

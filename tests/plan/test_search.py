@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from unisono.amounts import format_count, shortfall
 from unisono.errors import UsageError
-from unisono.plan.format import shortfall
 from unisono.plan.hardware.toml import read_hardware
 from unisono.plan.plan import Plan
 from unisono.plan.profile.model_profile import ModelProfile, OpCost, Segment, Weight
@@ -236,3 +236,9 @@ def test_needs_are_told_to_the_digit_that_tells_them_apart() -> None:
     assert shortfall(91 * 2**30, 80 * 2**30) == "needs 91 GiB of 80"
     assert shortfall(74.04 * 2**30, 73.6 * 2**30) == "needs 74.0 GiB of 73.6"
     assert shortfall(3 * 2**20, 2 * 2**20) == "needs 3 MiB of 2"
+
+
+def test_counts_that_round_up_get_the_next_unit() -> None:
+    numbers = (0, 999, 999.6, 999_499, 999_500, 175e9, 2e12)
+    words = ["0", "999", "1 thousand", "999 thousand", "1 million", "175 billion", "2 trillion"]
+    assert [format_count(number) for number in numbers] == words

@@ -92,3 +92,19 @@ def test_the_command_prints_its_file_as_json(
     assert main(["bench", "hardware"]) == 0
     assert tables == tomllib.loads(capsys.readouterr().out)
     assert tables["machine"]["devices_per_node"] == 8
+
+
+def test_the_command_names_the_file_that_it_writes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(machine, "measure", lambda *given: read_hardware("h100"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", "hardware", "-o", "here.toml"]) == 0
+    assert capsys.readouterr().out == "wrote here.toml\n"
+    assert read_hardware("here.toml").memory == read_hardware("h100").memory
+    assert main(["bench", "hardware", "--json", "--quiet", "-o", "here.json"]) == 0
+    assert json.loads(Path("here.json").read_text()) == tomllib.loads(Path("here.toml").read_text())
+    assert capsys.readouterr() == ("", "")
+    for words, reason in (["--quiet"], "no file is named; add -o"), (["-o", "no/x"], "the folder does not exist"):
+        assert main(["bench", "hardware", *words]) == 2
+        assert reason in capsys.readouterr().err

@@ -110,7 +110,7 @@ def reported(comm: Communicator, folder: str) -> None:
     trained.dataloader(data(), batch_size=8)
     with known_machine():
         trained.predicted()
-    trained.fit(data(), steps=4, epochs=2, batch_size=8, save=folder, progress=False)
+    trained.fit(data(), max_steps=4, epochs=2, batch_size=8, save=folder, progress=False)
 
 
 @pytest.fixture(scope="module")

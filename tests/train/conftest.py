@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,4 +19,5 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode:
         pytest.skip("mounting a small disk needs root")
     yield folder
+    gc.collect()  # of what failed, with the lock on the folder
     subprocess.run(["umount", str(folder)], check=True)

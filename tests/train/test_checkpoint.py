@@ -62,7 +62,7 @@ def test_the_newest_stay(trainer: Trainer, tmp_path: Path) -> None:
     for step in (1, 5, 3, 12):
         checkpoints.save(trainer, step, wait=step != 5)
     assert checkpoints.steps() == [5, 12]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000005", "step-00000012"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.lock", "step-00000005", "step-00000012"]
     checkpoints.save(trainer, 12, {"again": True})
     assert checkpoints.load(trainer).data_state == {"again": True}
 
@@ -139,12 +139,17 @@ def swap_blocks(path: Path) -> None:
     path.write_bytes(content[:-128] + content[-64:] + content[-128:-64])
 
 
-def with_sha256(folder: Path) -> None:
+def as_before(folder: Path) -> None:
     """The checkpoint as earlier versions of unisono wrote it."""
     manifest = Manifest.read(folder)
     for name, about in manifest.files.items():
         checksum = hashlib.sha256((folder / name).read_bytes()).hexdigest()
         manifest.files[name] = {"bytes": about["bytes"], "sha256": checksum}
+    sharded = [state for state in manifest.optimizer["state"].values() if "sharded_tensor" in state["exp_avg"]]
+    assert sharded
+    for state in sharded:
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key] = {"laid": state[key]["sharded_tensor"]}
     manifest.write(folder)
 
 
@@ -158,9 +163,12 @@ def test_damage_is_found_by_today_s_checksum_and_by_that_of_old_files(
     (about,) = Manifest.read(tmp_path / "step-00000001").files.values()
     assert sorted(about) == ["bytes", "xxh3_128"]
     if is_old:
-        with_sha256(tmp_path / "step-00000001")
+        as_before(tmp_path / "step-00000001")
     restored = make(seed=5)
     checkpoints.load(restored)
+    for (_, one), (_, other) in zip(trainer.optimized(), restored.optimized(), strict=True):
+        states = trainer.optimizer.state[one], restored.optimizer.state[other]
+        assert all(torch.equal(states[0][key], states[1][key]) for key in ("step", "exp_avg", "exp_avg_sq"))
     assert all(
         torch.equal(value, restored.model.state_dict()[name]) for name, value in trainer.model.state_dict().items()
     )
@@ -194,7 +202,7 @@ def test_what_a_killed_job_left_is_no_checkpoint(trainer: Trainer, tmp_path: Pat
     assert again.load(trainer).step == 1
     assert half.exists()  # who only reads may do so beside a job that writes
     again.save(trainer, 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.lock", "step-00000001", "step-00000002"]
 
 
 def test_a_manifest_that_lies_is_refused(trainer: Trainer, tmp_path: Path) -> None:
@@ -264,7 +272,7 @@ def test_state_that_no_save_writes_is_an_error_in_words(trainer: Trainer, tmp_pa
         lambda body: body.update(extra={"dict": 3}),
         lambda body: body.update(extra={"dict": [], "tuple": []}),
         lambda body: body.update(extra=[{"tensor": "random.0.cpu"}] * 1000),
-        lambda body: body["optimizer"]["state"]["0.weight"].update(step={"laid": "nowhere"}),
+        lambda body: body["optimizer"]["state"]["0.weight"].update(step={"sharded_tensor": "nowhere"}),
     ):
         checkpoints.save(trainer, 1)
         _resigned(tmp_path / "step-00000001", change)
@@ -362,7 +370,7 @@ def test_a_full_disk(full_disk: Path, wait: bool) -> None:
     with pytest.raises(CheckpointError, match=words):
         checkpoints.save(small, 2, wait=wait)  # that does not wait tells of the one before
     assert checkpoints.steps() == [1]
-    assert sorted(path.name for path in full_disk.iterdir()) == ["filler", "step-00000001"]
+    assert sorted(path.name for path in full_disk.iterdir()) == ["filler", "run.lock", "step-00000001"]
     assert checkpoints.load(small).step == 1
     (full_disk / "filler").unlink()
     checkpoints.save(small, 3, wait=wait)
@@ -381,11 +389,10 @@ def test_a_folder_that_cannot_be_written(trainer: Trainer, full_disk: Path, tmp_
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"was not saved in .*Not a directory.*there is no earlier one"):
         uni.Checkpoints(tmp_path / "file").save(trainer, 1)
-    checkpoints = uni.Checkpoints(full_disk)
-    checkpoints.save(trainer, 1)
+    uni.Checkpoints(full_disk).save(trainer, 1)
     subprocess.run(["mount", "-o", "remount,ro", str(full_disk)], check=True)
     with pytest.raises(CheckpointError, match=r"step 2 .*Read-only file system.*earlier checkpoints are intact"):
-        checkpoints.save(trainer, 2)
+        uni.Checkpoints(full_disk).save(trainer, 2)
     assert uni.Checkpoints(full_disk).load(trainer).step == 1
 
 

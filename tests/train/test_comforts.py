@@ -91,7 +91,7 @@ def test_the_best_step_is_saved_by_ranks_that_join_the_world_in_fit(tmp_path: Pa
 def stopped(comm: Any, folder: str) -> list[Any]:
     """Without a rate nothing improves: the second evaluation is the first without an improvement."""
     given = {**GIVEN, "save": folder, "epochs": 9}
-    first = engine("dp=2", lr=0.0).fit(data(8), steps=6, callbacks=[uni.EarlyStopping(patience=4)], **given)
+    first = engine("dp=2", lr=0.0).fit(data(8), max_steps=6, callbacks=[uni.EarlyStopping(patience=4)], **given)
     again = uni.EarlyStopping(patience=4)
     rest = engine("dp=2", lr=0.0).fit(data(8), resume=True, callbacks=[again], **given)
     return [first.stopped, first.step, rest.stopped, rest.step, again.waited, again.best_step]

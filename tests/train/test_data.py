@@ -244,9 +244,24 @@ def test_a_collate_sees_the_full_batch() -> None:
     words = [torch.ones(length) for length in range(1, 9)]
     batch = next(iter(uni.Loader(words, 4, part=(1, 2), shuffle=False, collate=padded)))
     assert batch[0].shape == (4, 4)
-    local = next(iter(uni.Loader(words, 4, part=(0, 2), shuffle=False, collate=padded, whole=False)))
+    local = next(iter(uni.Loader(words, 4, part=(0, 2), shuffle=False, collate=padded, global_batches=False)))
     assert isinstance(local, Share)
     assert local.batch[0].shape == (2, 2)
+
+
+def test_samples_that_are_dicts() -> None:
+    """Lists of numbers are tensors, as in transformers; lists of tensors and of arrays are lists, as in torch."""
+    sample = {"ids": [1, 2, 3], "rows": [[1.0], [2.0]], "none": [], "views": [np.ones((2, 2)), np.zeros((2, 2))]}
+    sample |= {"tensors": [torch.ones(1), torch.zeros(1)], "words": ["a", "b"], "ragged": [[1], [2, 3]]}
+    (batch,) = uni.Loader([sample] * 4, 4, pairs=False)
+    batch = batch.batch[0] if isinstance(batch.batch, tuple) else batch.batch
+    assert batch["ids"].shape == (4, 3)
+    assert batch["rows"].shape == (4, 2, 1)
+    assert batch["none"].shape == (4, 0)
+    assert [each.shape for each in batch["views"]] == [(4, 2, 2)] * 2
+    assert [each.shape for each in batch["tensors"]] == [(4, 1)] * 2
+    assert batch["words"] == [("a",) * 4, ("b",) * 4]
+    assert [len(row) for row in batch["ragged"]] == [1, 2]
 
 
 def test_bad_input() -> None:
@@ -273,7 +288,9 @@ def test_bad_input() -> None:
     ):
         with pytest.raises(UsageError, match=words):
             uni.Loader(wrong, 2)
-    with pytest.raises(UsageError, match=r"cannot be collated: stack expects .* uni\.Loader\(dataset"):
+    with pytest.raises(
+        UsageError, match=r"cannot be collated: stack expects .* collate= of uni\.Engine or uni\.Loader"
+    ):
         next(iter(uni.Loader([(torch.ones(length), 1) for length in (1, 2)], 2)))
     with pytest.raises(UsageError, match=r"part=\(2, 2\)"):
         uni.Loader(pairs, 2, part=(2, 2))

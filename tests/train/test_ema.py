@@ -72,7 +72,7 @@ def trained(comm: Any, plans: list[str], folder: str, every: int = 1) -> dict[st
     for number, plan in enumerate(plans):
         one, ema = engine(plan), uni.EMA(DECAY, every=every)
         steps = None if number == len(plans) - 1 else FIRST
-        history = one.fit(data(20), steps=steps, resume=number > 0, callbacks=[ema], **given)
+        history = one.fit(data(20), max_steps=steps, resume=number > 0, callbacks=[ema], **given)
         if steps is None:
             values += [each["validation_loss"] for each in history.values]
     averages = ema.full_tensors()

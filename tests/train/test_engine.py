@@ -248,14 +248,14 @@ def expected_again(comm: Any, directory: str) -> None:
     first = engine("auto")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(HARDWARE, str(TWO_CORES))
-        first.fit(data(), steps=1, **given)
+        first.fit(data(), max_steps=1, **given)
     expected = first.choice
     assert expected is not None
     assert (expected.seconds or 0) > 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(environment.ATTEMPT, "1")
         again = engine("auto")
-        again.fit(data(), steps=2, **given)
+        again.fit(data(), max_steps=2, **given)
         assert again.choice is not None
         assert (again.choice.plan, again.choice.seconds, again.choice.memory) == (
             expected.plan,
@@ -263,7 +263,7 @@ def expected_again(comm: Any, directory: str) -> None:
             expected.memory,
         )
     resumed = engine("auto")
-    resumed.fit(data(), steps=3, resume=True, **given)
+    resumed.fit(data(), max_steps=3, resume=True, **given)
     assert resumed.choice is None
 
 
@@ -274,7 +274,7 @@ def test_what_was_expected_is_known_after_a_restart(tmp_path: Path, pools: Calla
 def recorded(comm: Any, folder: str) -> None:
     for name, model in (("function", lambda: Words().double()), ("module", Words().double())):
         trained = engine("dp=2", model=model)
-        trained.fit(data(16), steps=2, batch_size=8, save=f"{folder}/{name}", progress=False)
+        trained.fit(data(16), max_steps=2, batch_size=8, save=f"{folder}/{name}", progress=False)
 
 
 def test_a_run_folder_has_the_program_of_a_step(pools: Callable[[str, int], RankPool], tmp_path: Path) -> None:
@@ -346,7 +346,7 @@ def gone_on(comm: Any, directory: str) -> None:
     one = engine("dp=1")
     assert len(one.fit(data(), batch_size=10, **given).losses) == 3
     assert len(one.fit(data(), batch_size=10, **given).losses) == 3, "a second fit trains"
-    assert one.fit(data(), batch_size=10, steps=2, **given).step == 8
+    assert one.fit(data(), batch_size=10, max_steps=2, **given).step == 8
     loader = one.dataloader(data(), 10)
     assert len(one.fit(loader, **given).losses) == 3
     with pytest.raises(UsageError, match=r"has completed 1 epochs, and fit\(epochs=1\) ends there"):
@@ -771,7 +771,7 @@ def with_a_slow_rank(comm: uni.Communicator) -> str:
     made = uni.Engine(nn.Linear(4, 2), nn.functional.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=2")
     rows = [(torch.ones(4), torch.ones(2))] * 16
     with known_machine(), contextlib.redirect_stdout(io.StringIO()) as shown:
-        made.fit(rows, epochs=1000, steps=20, batch_size=4, callbacks=[Dawdling()])
+        made.fit(rows, epochs=1000, max_steps=20, batch_size=4, callbacks=[Dawdling()])
     return shown.getvalue()
 
 
@@ -808,7 +808,7 @@ def test_on_a_gpu(precision: str, tmp_path: Path) -> None:
         return one.fit(data(), epochs=2, batch_size=8, validation=data(12), progress=False, **more).losses
 
     on_cpu = course("cpu")
-    on_gpu = course("cuda", save=tmp_path / "run", steps=5)
+    on_gpu = course("cuda", save=tmp_path / "run", max_steps=5)
     assert on_gpu == pytest.approx(on_cpu[:5], rel=1e-4 if precision == "fp32" else 3e-2)
     assert course("cpu", save=tmp_path / "run", resume=True) == pytest.approx(
         on_cpu[5:], rel=1e-4 if precision == "fp32" else 3e-2

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -13,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import unisono as uni
 from tests.ranks import RankPool
+from tools.blocks import blocks_of
 from unisono.errors import UsageError
 from unisono.mesh.deferred_init.deferred_model import defer_init, tensors_in
 from unisono.parallel.rules.rules import known
@@ -20,6 +24,7 @@ from unisono.parallel.rules.rules import known
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 Pools = Callable[[str, int], RankPool]
+ROOT = Path(__file__).resolve().parents[2]
 Sample = dict[str, list[int]]
 TOLERANCE = 1e-5  # of float32 sums in another order
 SIZES: dict[str, Any] = {
@@ -141,7 +146,7 @@ def with_own_loaders(comm: Any, folder: str) -> None:
     loader = own(batch_size=3, shuffle=True)  # drawn from torch's default generator, in the same order on all ranks
     full = engine().fit(loader, epochs=2, progress=False).losses
     torch.manual_seed(comm.rank)
-    first = engine().fit(loader, epochs=2, steps=3, save=folder, progress=False).losses
+    first = engine().fit(loader, epochs=2, max_steps=3, save=folder, progress=False).losses
     rest = engine().fit(loader, epochs=2, save=folder, resume=True, progress=False).losses
     assert first + rest == full, "resumed in mid-epoch"
     with pytest.raises(UsageError, match="order and batches are the loader's"):
@@ -151,6 +156,81 @@ def with_own_loaders(comm: Any, folder: str) -> None:
 @pytest.mark.thorough
 def test_dataloaders_of_ones_own(pools: Pools, tmp_path: Path) -> None:
     pools("gloo", 2).run(with_own_loaders, str(tmp_path / "run"))
+
+
+def rows(datasets: Any, count: int) -> Any:
+    """A datasets.Dataset of lists of equal length, with a column that no model takes."""
+    ids = torch.randint(1, 37, (count, 6), generator=torch.Generator().manual_seed(2)).tolist()
+    return datasets.Dataset.from_dict({"input_ids": ids, "labels": ids, "text": ["words"] * count})
+
+
+def with_datasets(comm: Any, plan: str) -> None:
+    """datasets.Dataset, plain, as torch's tensors, mapped, streamed and split: without a collator, as with one."""
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    given = rows(datasets, 10)
+
+    def engine(**options: Any) -> uni.Engine:
+        return uni.Engine(lambda: llama(), optimizer=adam, plan=plan, check="off", **options)
+
+    ids = torch.tensor(given["input_ids"])
+    batches = [{"input_ids": part, "labels": part} for part in ids.split(4)]
+    plain = built()
+    expected = alone(plain, batches)
+    streamed = given.to_iterable_dataset(num_shards=2)
+    mapped = given.map(lambda row: row, batched=True).with_format("torch")
+    for dataset in (streamed, mapped, given):
+        trained, order = engine(), {} if dataset is streamed else {"shuffle": False}
+        losses = trained.fit(dataset, batch_size=4, progress=False, **order).losses
+        assert losses == pytest.approx(expected, rel=TOLERANCE), dataset
+    with torch.no_grad():
+        logits = plain(input_ids=ids).logits
+        torch.testing.assert_close(trained.predict(given).logits, logits, rtol=2e-3, atol=2e-3)
+        assert trained.evaluate(given, 5)["loss"] == pytest.approx(plain(ids, labels=ids).loss.item(), rel=TOLERANCE)
+    halves = given.train_test_split(0.5, shuffle=False)
+    with pytest.raises(UsageError, match=r"DatasetDict with the splits train, test .* as dataset\['train'\]"):
+        trained.fit(halves, progress=False)
+    ragged = datasets.Dataset.from_list(texts(4))
+    with pytest.raises(UsageError, match="a function that pads them as collate="):
+        trained.fit(ragged, batch_size=4, progress=False)
+    padded = engine(collate=pad)
+    losses = padded.fit(datasets.Dataset.from_list(texts(8)), batch_size=4, shuffle=False, progress=False).losses
+    assert losses == pytest.approx(alone(built(), DataLoader(texts(8), 4, collate_fn=pad)), rel=TOLERANCE)
+
+
+def test_datasets_of_hugging_face(pools: Pools) -> None:
+    pytest.importorskip("datasets", reason="datasets is not installed")
+    pools("gloo", 2).run(with_datasets, "dp=2,zero=3")
+
+
+def block(page: str, title: str) -> str:
+    return next(each.text for each in blocks_of(ROOT / page) if each.title == title)
+
+
+@pytest.mark.thorough
+def test_the_first_program_of_the_readme(tmp_path: Path) -> None:
+    """With a local model and local texts in place of the Hub's, and two ranks in place of eight."""
+    pytest.importorskip("datasets", reason="datasets is not installed")
+    source = block("README.md", "finetune.py")
+    stories = 'load_dataset("text", data_files="stories.txt", split="train")'
+    changes = {'"Qwen/Qwen3-0.6B"': '"tiny-llama"', "dp=8": "dp=2", "epochs=1, batch_size=64": "epochs=4, batch_size=8"}
+    changes |= {'load_dataset("roneneldan/TinyStories", split="train[:1%]")': stories, "lr=1e-5": "lr=1e-2"}
+    for old, new in changes.items():
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    (tmp_path / "finetune.py").write_text(source)
+    (tmp_path / "hub.py").write_text(block("docs/huggingface.md", "hub.py"))
+    (tmp_path / "stories.txt").write_text("<s> the cat sat on the mat . </s>\n<s> a dog ran over the log . </s>\n" * 9)
+    environment = os.environ | {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    for words in ([sys.executable, "hub.py"], [sys.executable, "-m", "unisono", "run", "-n", "2", "finetune.py"]):
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, done.stdout + done.stderr
+    ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "tiny-llama")("<s> the cat sat", return_tensors="pt")
+    losses = []
+    for name in ("tiny-llama", "tuned"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
+        losses.append(model(ids["input_ids"], labels=ids["input_ids"]).loss.item())
+    assert losses[1] < losses[0] - 0.5
 
 
 def mask(samples: list[Sample]) -> Any:

@@ -55,7 +55,7 @@ def losses(comm: Any, plan: str) -> list[float]:
 def logged(comm: Any, logger: Callable[[], uni.Callback], folder: str) -> list[float]:
     """Two steps, and after a resume two more."""
     given = {**GIVEN, "save": folder, "validation": data(4)}
-    found = engine("dp=2").fit(data(16), steps=2, callbacks=[logger()], **given).losses
+    found = engine("dp=2").fit(data(16), max_steps=2, callbacks=[logger()], **given).losses
     return found + engine("dp=2").fit(data(16), resume=True, callbacks=[logger()], **given).losses
 
 

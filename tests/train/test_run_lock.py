@@ -1,29 +1,40 @@
-"""Two jobs do not share a run folder: one would go on from the other's checkpoints."""
+"""Two jobs do not share a run folder, nor a folder of checkpoints: one would go on from the other's."""
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
+import unisono as uni
+from tests.ranks import RankPool
 from unisono.errors import UsageError
-from unisono.train.telemetry import run_folder
+from unisono.train.callbacks import Callback
+from unisono.train.checkpoint import folder_lock
+from unisono.train.checkpoint.folder_lock import FolderLock
 from unisono.train.telemetry.run_folder import RunFolder
 
 HOLDS = """
 import sys, time, os
-from unisono.train.telemetry.run_folder import RunFolder
-with RunFolder(sys.argv[1], 0).held():
-    if not os.fork():  # such as a worker of a DataLoader
-        time.sleep(1000)
-    print("held", flush=True)
+from pathlib import Path
+from unisono.train.checkpoint.folder_lock import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+if not os.fork():  # such as a worker of a DataLoader
     time.sleep(1000)
+print("held", flush=True)
+time.sleep(1000)
 """
 
 
@@ -42,7 +53,7 @@ def _other_job(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_folder_in_use_is_refused_until_its_job_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_folder, "_SOON", 0.0)
+    monkeypatch.setattr(folder_lock, "_SOON", 0.0)
     folder = tmp_path / "run"
     with _other_job(folder) as process:
         with (
@@ -50,15 +61,182 @@ def test_a_folder_in_use_is_refused_until_its_job_has_ended(tmp_path: Path, monk
             RunFolder(folder, 0).held(),
         ):
             pass
-        with RunFolder(folder, 1).held():  # rank 0 alone holds it
-            pass
+        with pytest.raises(UsageError, match=f"is in use by process {process.pid}"):
+            FolderLock(folder / "checkpoints")  # of the run folder
         process.kill()  # its child lives on, and does not hold it
         process.wait()
-        monkeypatch.setattr(run_folder, "_SOON", 30.0)
+        monkeypatch.setattr(folder_lock, "_SOON", 30.0)
         with RunFolder(folder, 0).held():
             pass
     with RunFolder(folder, 0).held():
         pass
+
+
+def test_two_parts_of_a_process_share_a_lock(tmp_path: Path) -> None:
+    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
+    first.release()
+    assert second.problem() == ""
+    assert _is_refused(tmp_path)
+    second.release()
+    assert not _is_refused(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["checkpoints", "best"])
+def test_the_folders_of_a_run_have_the_lock_of_the_run(tmp_path: Path, part: str) -> None:
+    (tmp_path / part).mkdir()
+    run, inner = FolderLock(tmp_path), FolderLock(tmp_path / part)
+    assert not (tmp_path / part / "run.lock").exists()
+    run.release()
+    assert _is_refused(tmp_path)
+    inner.release()
+
+
+def _is_refused(folder: Path) -> bool:
+    """Whether a job in another process may not write to the folder."""
+    code = "import sys; from pathlib import Path; from unisono.train.checkpoint import folder_lock as f\n"
+    code += "f._SOON = 0.0; f.FolderLock(Path(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 or "is in use by process" in done.stderr, done.stderr
+    return done.returncode != 0
+
+
+def _replaced(folder: Path) -> None:
+    """Another job has taken the folder, after somebody had removed the lock."""
+    (folder / "run.lock").unlink()
+    (folder / "run.lock").write_text("process 17 on host far.example, since now, token 1\n")
+
+
+def _overwritten(folder: Path) -> None:
+    """Another job has taken the folder, where the file system has no locks."""
+    (folder / "run.lock").write_text("process 17 on host far.example, since now, token 1\n")
+
+
+TAKEN = r"was taken over by process 17 on host far\.example, since now, token 1: its run\.lock is no longer"
+
+
+@pytest.mark.parametrize("taken", [_replaced, _overwritten])
+def test_a_lock_that_was_taken_is_noticed(tmp_path: Path, taken: Callable[[Path], None]) -> None:
+    lock = FolderLock(tmp_path)
+    lock.require()
+    taken(tmp_path)
+    with pytest.raises(UsageError, match=TAKEN):
+        lock.require()
+
+
+def test_a_lock_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    (tmp_path / "run.lock").unlink()
+    lock.require()
+    assert _is_refused(tmp_path)
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "run.lock").symlink_to("mine")
+    FolderLock(tmp_path).require()
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+class Taker(Callback):
+    """Has the folder taken before a step is saved."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self._folder, self._step = folder, step
+
+    def on_step(self, engine: Any, info: Any) -> None:
+        if info.step == self._step and engine.comm.rank == 0:
+            deadline = time.monotonic() + 60
+            while not (self._folder / "checkpoints" / "step-00000002").exists():  # it is written beside the steps
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            _replaced(self._folder)
+
+
+def _data() -> Any:
+    generator = torch.Generator().manual_seed(0)
+    return torch.utils.data.TensorDataset(
+        torch.randn(32, 3, generator=generator), torch.randint(2, (32,), generator=generator)
+    )
+
+
+def fits(comm: Any, directory: str) -> tuple[str, list[int]]:
+    """The error of a `fit` whose folder is taken after step 3, and the steps that it has saved."""
+    folder = Path(directory)
+    engine = uni.Engine(
+        nn.Linear(3, 2), F.cross_entropy, lambda parameters: torch.optim.SGD(parameters, lr=0.1), plan=f"dp={comm.size}"
+    )
+    with pytest.raises(UsageError) as raised:
+        engine.fit(
+            _data(), batch_size=4, save=folder, save_every=2, progress=False, callbacks=[Taker(folder, 3)], max_steps=8
+        )
+    return str(raised.value), uni.Checkpoints(folder / "checkpoints").steps()
+
+
+def test_fit_stops_at_the_next_save_on_every_rank(pools: Callable[[str, int], RankPool], tmp_path: Path) -> None:
+    answers = pools("gloo", 2).run(fits, str(tmp_path / "run"))
+    assert answers[0] == answers[1]
+    error, steps = answers[0]
+    assert "was taken over by process 17" in error
+    assert steps == [2]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+def refused(comm: Any, directory: str) -> list[str]:
+    """What ranks are told that begin to write to a folder where another job writes: by `fit`, and by `Checkpoints`."""
+    folder_lock._SOON = 0.0
+    folder, told = Path(directory), []
+    engine = uni.Engine(
+        nn.Linear(3, 2), F.cross_entropy, lambda parameters: torch.optim.SGD(parameters, lr=0.1), plan=f"dp={comm.size}"
+    )
+    with pytest.raises(UsageError) as raised:
+        engine.fit(_data(), batch_size=4, save=folder, progress=False, max_steps=1)
+    told.append(str(raised.value))
+    with pytest.raises(UsageError) as raised:
+        uni.Checkpoints(folder).save(engine.ready, 1)
+    folder_lock._SOON = 3.0
+    return [*told, str(raised.value)]
+
+
+def test_every_rank_is_told_who_has_the_folder(pools: Callable[[str, int], RankPool], tmp_path: Path) -> None:
+    with _other_job(tmp_path) as process:
+        answers = pools("gloo", 2).run(refused, str(tmp_path))
+    for told in answers:
+        assert all(f"is in use by process {process.pid} on host" in each for each in told), told
+    assert [path.name for path in tmp_path.iterdir()] == ["run.lock"]
+
+
+def _taken_meanwhile(folder: Path, checkpoints: uni.Checkpoints) -> str:
+    _replaced(folder)
+    return uni.Checkpoints._lost(checkpoints)
+
+
+def saves(comm: Any, directory: str) -> list[str]:
+    """The errors of saves to a folder that is taken before the save, and before it is published."""
+    errors = []
+    for when in ("before", "during"):
+        folder = Path(directory) / when
+        trainer = uni.parallelize(
+            nn.Linear(3, 2), f"dp={comm.size}", loss=F.cross_entropy, optimizer=torch.optim.SGD, seed=0
+        )
+        checkpoints = uni.Checkpoints(folder)
+        checkpoints.save(trainer, 1)
+        if when == "during":
+            checkpoints._lost = functools.partial(_taken_meanwhile, folder, checkpoints)
+        elif comm.rank == 0:
+            _replaced(folder)
+        with pytest.raises(UsageError) as raised:
+            checkpoints.save(trainer, 2)
+        errors.append(str(raised.value))
+        assert checkpoints.steps() == [1]
+    return errors
+
+
+def test_checkpoints_without_fit_hold_their_folder(pools: Callable[[str, int], RankPool], tmp_path: Path) -> None:
+    answers = pools("gloo", 2).run(saves, str(tmp_path))
+    assert answers[0] == answers[1]
+    assert all("was taken over by process 17" in error for error in answers[0])
+    for folder in tmp_path.iterdir():
+        assert {path.name for path in folder.iterdir()} == {"run.lock", "step-00000001"}
 
 
 def test_an_empty_record_of_a_run_blocks_nothing(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_a_rank_that_cannot_write_is_named_on_every_rank(pools: Callable[[str, i
         assert len(reported) == 2
         assert all("step 2 was not saved" in text and "rank 2: File too large" in text for text in reported), reported
         assert all("earlier checkpoints are intact" in text for text in reported)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.lock", "step-00000001", "step-00000003"]
 
 
 def written_once(comm: Communicator, plan: str) -> tuple[int, int, int]:

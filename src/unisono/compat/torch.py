@@ -207,8 +207,9 @@ class _Group:
     def __init__(self, group: Any) -> None:
         self.group, self.size = group, dist.get_world_size(group)
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        dist.all_reduce(tensor, group=self.group)
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()), group=self.group)
+        return tensor
 
     def all_gather_into(self, outputs: torch.Tensor, tensor: torch.Tensor) -> None:
         dist.all_gather(list(outputs.unbind(0)), tensor, group=self.group)

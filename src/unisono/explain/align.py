@@ -13,20 +13,19 @@ from dataclasses import replace
 
 from unisono.comm.traffic import received_bytes
 from unisono.explain.record import BACKWARD, FORWARD, UPDATE, Communication, RankRecord, RecordedCall, TensorType
-from unisono.graph.render.communication import CollectiveStep
-from unisono.graph.render.listing import ListedOp, Listing, tensor_text
+from unisono.graph.render.listing import CollectiveStep, ListedOp, Listing, tensor_text
 from unisono.mesh.mesh import Mesh
 
 _MESSAGES = {"send", "recv"}
 _PURPOSES = {  # by the module of unisono that communicates
-    "clip": "norm of the gradients",
+    "gradient_norm": "norm of the gradients",
     "tied": "gradients of tied parameters",
     "loss": "loss",
     "trainer": "loss",
     "runtime": "loss",
     "counts": "elements that the loss counts",
     "normalizers": "elements that the loss counts",
-    "precision": "whether gradients are finite",
+    "loss_scale": "whether gradients are finite",
 }
 
 

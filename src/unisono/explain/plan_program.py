@@ -21,10 +21,9 @@ from unisono.mesh.deferred_init.seeded_init import build
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import Placement, Replicate, Shard
 from unisono.mesh.side_effects import no_side_effects
-from unisono.parallel.data.bucket import summed_axes
 from unisono.parallel.expert.even_experts import evenly_visited
 from unisono.parallel.inputs import call
-from unisono.parallel.layout import Layout, layout_of
+from unisono.parallel.layout import Layout, layout_of, summed_axes
 from unisono.parallel.meta.shadow import OnMeta
 from unisono.parallel.pipeline.message import is_placeholder
 from unisono.parallel.precision import Precision, autocast

@@ -16,6 +16,9 @@ where ranks hold shards.
 On CPUs torch runs AdamW as a loop over parameters of a dozen operations each, unless `fused=True` is set: then as one
 pass over all, in less than half the time, with the same result up to rounding. `fused` sets it for a step, unless the
 user passed `foreach=` or `fused=`.
+
+Fused steps can also be skipped by a number on the device, so that the host need not know whether gradients have
+overflowed: `can_be_skipped`.
 """
 
 from __future__ import annotations
@@ -178,20 +181,67 @@ COMPUTES_IN_PARTS = "unisono_computes_in_parts"  # on an optimizer whose step is
 
 
 @contextlib.contextmanager
-def fused(optimizer: Optimizer) -> Iterator[None]:
+def fused(optimizer: Optimizer, unless: torch.Tensor | None = None, *, on_gpus: bool = False) -> Iterator[None]:
     """In the block, parameter groups that torch can update in one pass are; the user's settings are restored
-    afterwards."""
-    chosen = [group for group in optimizer.param_groups if _can_be_fused(optimizer, group)]
+    afterwards.
+
+    unless: a step of an optimizer that `can_be_skipped` changes nothing, also no count of steps, where this is 1.
+    on_gpus: also parameters on GPUs. Steps that are skipped by a number are; so are those beside them, or a run that
+    goes on from a checkpoint, whose first step is one of these, would be off by rounding."""
+    chosen = [group for group in optimizer.param_groups if _can_be_fused(optimizer, group, on_gpus)]
     for group in chosen:
         group["fused"] = True
+    if on_gpus:
+        _count_on_device(optimizer)
+    if unless is not None:
+        optimizer.found_inf = unless  # type: ignore[attr-defined]  # where torch's GradScaler puts it, too
     try:
         yield
     finally:
         for group in chosen:
             group["fused"] = None
+        if unless is not None:
+            del optimizer.found_inf  # type: ignore[attr-defined]
 
 
-def _can_be_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+def can_be_skipped(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether a step with the gradients that are there can be fused for all of them, which are on this device, and does
+    nothing else.
+
+    Not the first step of a parameter, which makes its state: torch's fused SGD then leaves it without values."""
+    if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        return False
+    held = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    everywhere = (global_optimizer_pre_hooks, global_optimizer_post_hooks)
+    if not all(is_unisonos(hook) for hooks in (*held, *everywhere) for hook in hooks.values()):
+        return False
+    for group in optimizer.param_groups:
+        is_chosen = group.get("fused") and type(optimizer) in _FUSED_KINDS and _are_plain(group, on_gpus=True)
+        if not (is_chosen or _can_be_fused(optimizer, group, on_gpus=True)):
+            return False
+        for each in group["params"]:
+            if each.grad is not None and not (each.device == device and _has_state(optimizer, group, each)):
+                return False
+    return True
+
+
+def _has_state(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> bool:
+    state = optimizer.state.get(parameter, {})
+    if isinstance(optimizer, torch.optim.SGD):
+        return not group["momentum"] or state.get("momentum_buffer") is not None
+    return isinstance(state.get("step"), torch.Tensor) and state["step"].dtype == torch.float32
+
+
+def _count_on_device(optimizer: Optimizer) -> None:
+    """Fused steps take the count of steps from where the parameter is; after others it is on the host."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get("fused") else ():
+            count = optimizer.state.get(parameter, {}).get("step")
+            if isinstance(count, torch.Tensor) and count.device != parameter.device:
+                optimizer.state[parameter]["step"] = count.to(parameter.device, non_blocking=True)
+
+
+def _can_be_fused(optimizer: Optimizer, group: dict[str, Any], on_gpus: bool) -> bool:
     if type(optimizer) not in _FUSED_KINDS or getattr(optimizer, COMPUTES_IN_PARTS, False):
         return False
     if "fused" not in group or group["fused"] is not None or group.get("foreach") is not None:
@@ -200,15 +250,19 @@ def _can_be_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
         return False
     if any(isinstance(beta, torch.Tensor) for beta in group.get("betas", ())):
         return False
-    return all(_is_plain(parameter) for parameter in group["params"] if parameter.grad is not None)
+    return _are_plain(group, on_gpus)
 
 
-def _is_plain(parameter: torch.Tensor) -> bool:
+def _are_plain(group: dict[str, Any], on_gpus: bool) -> bool:
+    return all(_is_plain(parameter, on_gpus) for parameter in group["params"] if parameter.grad is not None)
+
+
+def _is_plain(parameter: torch.Tensor, on_gpus: bool) -> bool:
     """torch's fused kernels go through memory in its order and ignore strides."""
     gradient = parameter.grad
     assert gradient is not None
     return (
-        parameter.is_cpu
+        (parameter.is_cpu or (on_gpus and parameter.is_cuda))
         and parameter.dtype in _FUSED_DTYPES
         and gradient.dtype == parameter.dtype
         and type(gradient) is torch.Tensor

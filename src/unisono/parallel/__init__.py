@@ -20,7 +20,6 @@ meta/                 models without memory, and their values where a rank needs
 loop                  a training loop of the user's own
 static/               marks and to_static
 full_state            state as one process would have it
-autograd_collectives  collectives that gradients flow back through
 blocks                the repeated layers of a model
 task                  what it takes to rebuild a job on any rank
 """

@@ -39,7 +39,7 @@ class Blocks:
 
 def layers_of(model: nn.Module) -> Blocks | None:
     """For a model without a list of blocks: those of its own children that have parameters, if there are several. They
-    are taken to run once each in that order, which a pipeline finds out when it surveys the model."""
+    are taken to run once each in that order, which a pipeline finds out when it runs the model once."""
     named = [(name, child) for name, child in model.named_children() if any(True for _ in child.parameters())]
     if len(named) < 2:
         return None

@@ -29,12 +29,11 @@ from unisono.parallel.compile.regions import Compilation, compile_regions
 from unisono.parallel.context.context import Context, context_parallelize
 from unisono.parallel.context.sequence import SequenceParallel
 from unisono.parallel.data import batchnorm
-from unisono.parallel.data.bucket import is_summed
 from unisono.parallel.data.data_parallel import DataParallel
 from unisono.parallel.expert.expert import expert_parallelize
 from unisono.parallel.float8 import Float8Layers, use_float8
 from unisono.parallel.full_state import refuse_partial_state
-from unisono.parallel.layout import layout_of
+from unisono.parallel.layout import is_summed, layout_of
 from unisono.parallel.loss.batch_loss import BatchLoss, GatheredLoss
 from unisono.parallel.loss.loss import GlobalLoss, Loss
 from unisono.parallel.loss.model_loss import ModelLoss, with_model_loss

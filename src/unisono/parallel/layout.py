@@ -8,15 +8,16 @@ are placed as the parameter is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
+from unisono.mesh.bucket import Axes
 from unisono.mesh.mesh import Mesh
 from unisono.plan.plan import REPLICAS
 
-Axes = tuple[str, ...]
 _MESSAGE = 2**25  # bytes of full tensors that are gathered at once
 
 
@@ -78,6 +79,23 @@ def set_layout(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Set the layout of a tensor."""
     tensor.unisono_layout = layout  # type: ignore[attr-defined]
     return tensor
+
+
+def summed_axes(parameter: torch.Tensor, mesh: Mesh) -> Axes:
+    """The axes along which ranks hold parts of this parameter's gradient: those of its layout that have several."""
+    return tuple(axis for axis in layout_of(parameter).summed if axis in mesh.names and mesh.size(axis) > 1)
+
+
+def is_summed(parameter: torch.Tensor, mesh: Mesh) -> bool:
+    """Whether several ranks have a part of its gradient."""
+    return parameter.requires_grad and bool(summed_axes(parameter, mesh))
+
+
+def summed_parameters(
+    named: Iterable[tuple[str, nn.Parameter]], mesh: Mesh
+) -> Iterator[tuple[str, nn.Parameter, Axes]]:
+    """Those that `is_summed`, with the axes."""
+    return ((name, each, summed_axes(each, mesh)) for name, each in named if is_summed(each, mesh))
 
 
 def local_of(full: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:

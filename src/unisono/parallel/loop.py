@@ -44,17 +44,16 @@ from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.comm.same_data import SameBatch
 from unisono.errors import UsageError
+from unisono.mesh import autograd_collectives
 from unisono.mesh.random import random_ops
 from unisono.mesh.random.state import SampleDim
-from unisono.parallel import autograd_collectives
 from unisono.parallel.checks.rounded_weights import widened
 from unisono.parallel.checks.samples import Samples, find_samples
-from unisono.parallel.data.bucket import summed_axes
 from unisono.parallel.data.clip import TorchClipping
 from unisono.parallel.data.reducer import current_step
 from unisono.parallel.expert.expert import MoE, needs_full_batch
 from unisono.parallel.inputs import register_dataclasses
-from unisono.parallel.layout import Split, layout_of
+from unisono.parallel.layout import Split, layout_of, summed_axes
 from unisono.parallel.precision import HALF_DTYPES
 from unisono.parallel.share import batch_size_of
 from unisono.parallel.tensor.logits import in_shards
@@ -103,6 +102,9 @@ class OwnLoop:
         sharded = [each for each in model.parameters() if has_copies or layout_of(each).splits]
         trainer.torch_clipping = clipping = TorchClipping(sharded, str(trainer.plan))
         weakref.finalize(trainer, clipping.allow).atexit = False
+        self._is_sharded = bool(sharded)
+        if sharded:  # then torch's GradScaler calls step on every rank, and not on those alone that find no overflow
+            trainer.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         if has_copies:
             for parameter in model.parameters():
                 setattr(parameter, _OPTIMIZER, weakref.ref(trainer.optimizer))
@@ -282,16 +284,20 @@ class OwnLoop:
     def _gathered_where(self, outputs: Any, output_dims: Sequence[SampleDim | None], lengths: Lengths) -> Any:
         """The outputs of all data ranks, of which it is known where samples are; what has none is the same on each."""
         leaves, spec = tree_flatten(outputs)
-        for number, ((path, leaf), where) in enumerate(
-            zip(tree_flatten_with_path(outputs)[0], output_dims, strict=True)
+        found = []  # how many rows a sample has
+        for leaf, where in zip(leaves, output_dims, strict=True):
+            dim = where.dim if isinstance(leaf, torch.Tensor) and where is not None else None
+            found.append(divmod(0 if dim is None else leaf.shape[dim], max(lengths[self._data.rank], 1)))
+        if not min(lengths):  # a rank without samples cannot see it
+            found = [max(of_ranks) for of_ranks in zip(*self._data.all_gather_object(found), strict=True)]
+        for number, ((path, leaf), where, (times, rest)) in enumerate(
+            zip(tree_flatten_with_path(outputs)[0], output_dims, found, strict=True)
         ):
             if _hides_tensors(leaf):
                 raise _hidden(keystr(path), leaf)
             if not isinstance(leaf, torch.Tensor) or where is None:
                 continue
             batch_size = sum(lengths)
-            held = leaf.shape[where.dim] if where.dim is not None else 0
-            times, rest = divmod(held, max(lengths[self._data.rank], 1))
             if where.dim is None or where.alternates or rest:
                 raise UsageError(
                     f"the model's output{keystr(path)} of shape {tuple(leaf.shape)} cannot be gathered from the data "
@@ -368,11 +374,27 @@ class OwnLoop:
         self._updates += 1
         if trainer.is_updating:
             return
+        self._require_no_scaler()
         trainer.require_hooks()
         trainer.replicas.complete()
         self._require_equal_counts()
         if trainer.clip is not None:
             trainer.norm = trainer.clip_grad_norm_(trainer.clip)
+
+    def _require_no_scaler(self) -> None:
+        optimizer, clip = self._trainer.optimizer, self._trainer.clip
+        if not hasattr(optimizer, "found_inf"):
+            return
+        if self._is_sharded or (clip is not None and getattr(optimizer, "grad_scale", None) is not None):
+            reason = (
+                "a rank sees its shards of the gradients only, and not whether others overflow"
+                if self._is_sharded
+                else f"clip={clip:g} would clip gradients that are still scaled"
+            )
+            raise UsageError(
+                f"torch.amp.GradScaler under plan {self._trainer.plan}: {reason}; use "
+                'parallelize(..., precision="fp16") and trainer.step(batch), or precision="bf16" without a scaler'
+            )
 
     def _after_update(self, *_: Any) -> None:
         self._updates = max(self._updates - 1, 0)

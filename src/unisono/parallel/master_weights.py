@@ -39,8 +39,12 @@ AT_ONCE = 2**24  # elements of the parameters that are float32 at one time
 
 
 def float32_copy(parameter: nn.Parameter) -> nn.Parameter:
-    dtype = torch.promote_types(parameter.dtype, torch.float32)
-    copy = nn.Parameter(parameter.detach().to(dtype, copy=True))
+    return copy_of(parameter, parameter, torch.promote_types(parameter.dtype, torch.float32), parameter.device)
+
+
+def copy_of(parameter: nn.Parameter, values: torch.Tensor, dtype: torch.dtype, device: Any) -> nn.Parameter:
+    """What the optimizer has of a parameter, or of a shard of it (`values`), in another dtype or on another device."""
+    copy = nn.Parameter(values.detach().to(device, dtype, copy=True))
     set_layout(copy, layout_of(parameter))
     return copy
 

@@ -13,14 +13,10 @@ in float32, or with reduce="bf16" in bfloat16.
 `emulated` is how verify proves that wiring: in float64, with the same parameters rounded to the same values, on one
 device and under the plan. What halves do to activations and gradients is left out.
 
-with autocast(torch.bfloat16, device):
-    outputs = model(inputs)
+    with autocast(torch.bfloat16, device):
+        outputs = model(inputs)
 
-scaler = LossScaler(mesh)                       # for float16, whose smallest gradients vanish
-scaler.scale(partial).backward()
-if scaler.unscale(parameters):                  # the same answer on every rank: all finite, everywhere
-    optimizer.step()
-scaler.update()
+For float16 the loss is scaled: see loss/loss_scale.py.
 """
 
 from __future__ import annotations
@@ -41,6 +37,7 @@ from unisono.mesh.mesh import Mesh
 from unisono.mesh.named_groups import NamedParameters
 from unisono.mesh.optimizers import OptimizerScope, optimizer_scope
 from unisono.parallel.float8 import Float8Layers, float8_layers
+from unisono.parallel.loss.loss_scale import LossScaler
 from unisono.parallel.master_weights import ROUNDINGS, MasterWeights, RoundedStep, follow
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -316,68 +313,3 @@ def accumulate_in_float32(parameters: Iterable[torch.nn.Parameter]) -> None:
     for parameter in parameters:
         if parameter.dtype in HALF_DTYPES and parameter.requires_grad:
             parameter.grad_dtype = torch.float32
-
-
-class LossScaler:
-    """Scales the loss so that float16 gradients keep their small values; steps that overflow are skipped.
-
-    The scale halves when any rank of the mesh met an inf or nan, and doubles after `growth_interval` good steps.
-    """
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-    ) -> None:
-        if init_scale <= 0 or growth_factor <= 1 or not 0 < backoff_factor < 1 or growth_interval < 1:
-            raise UsageError(
-                f"loss scaler: init_scale={init_scale}, growth_factor={growth_factor}, "
-                f"backoff_factor={backoff_factor}, growth_interval={growth_interval}; expected a scale above 0, growth "
-                "above 1, backoff between 0 and 1 and an interval of at least 1"
-            )
-        self.value = init_scale
-        self._mesh = mesh
-        self._growth, self._backoff, self._interval = growth_factor, backoff_factor, growth_interval
-        self._good_steps = 0
-        self.is_finite: bool | None = None  # what the last `unscale` found; None before
-
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to run backward from; in float32 at least, where it does not overflow."""
-        return (loss.float() if loss.dtype in HALF_DTYPES else loss) * self.value
-
-    @torch.no_grad()
-    def unscale(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Divide gradients by the scale in place; whether all gradients of all ranks are finite."""
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        comm = self._mesh.comm()
-        found = torch.zeros((), device=gradients[0].device if gradients else comm.device)
-        for gradient in gradients:
-            gradient.mul_(1.0 / self.value)
-            found = torch.maximum(found, (~gradient.isfinite()).any().float().to(found.device))
-        if comm.size > 1:
-            found = comm.all_reduce(found.to(comm.device), "max")
-        self.is_finite = not bool(found)
-        return self.is_finite
-
-    def update(self) -> None:
-        """Adapt the scale to what the last `unscale` found."""
-        if self.is_finite is None:
-            raise UsageError("update: unscale the gradients of this step first, so that there is something to learn")
-        if not self.is_finite:
-            self.value *= self._backoff
-            self._good_steps = 0
-        else:
-            self._good_steps += 1
-            if self._good_steps == self._interval:
-                self.value *= self._growth
-                self._good_steps = 0
-        self.is_finite = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"scale": self.value, "good_steps": self._good_steps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value, self._good_steps = float(state["scale"]), int(state["good_steps"])

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
-from unisono.mesh.optimizers import fused
+from unisono.mesh.optimizers import can_be_skipped, fused
 from unisono.mesh.random.state import Key, RandomState, SampleDim
 from unisono.parallel.checks.optimizer_scope import require_elementwise_hooks, run_own_hooks_last
 from unisono.parallel.checks.parameter_reads import ParameterReads
@@ -39,6 +39,7 @@ from unisono.parallel.inputs import as_inputs, as_pair, call, without_cache
 from unisono.parallel.layout import Split
 from unisono.parallel.loss.batch_loss import GatheredLoss
 from unisono.parallel.loss.loss import GlobalLoss
+from unisono.parallel.loss.loss_scale import LossScaler
 from unisono.parallel.loss.model_loss import ModelLoss, Recorded
 from unisono.parallel.outputs import (
     joined,
@@ -52,7 +53,7 @@ from unisono.parallel.pipeline.generation import generated
 from unisono.parallel.pipeline.message import kind_of
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.tied import TiedGradients
-from unisono.parallel.precision import FULL, LossScaler, Precision, autocast
+from unisono.parallel.precision import FULL, Precision, autocast
 from unisono.parallel.share import (
     BatchDim,
     OwnShare,
@@ -101,7 +102,6 @@ class Trainer:
     coverage: str = ""  # how much of the parameters and FLOPs tp shards
     rules: Any = None  # how tp shards each layer, given or inferred
     last_batch_size: int = 0  # samples of the last global batch
-    skipped: int = 0  # steps whose gradients overflowed (fp16)
     norm: torch.Tensor | None = None  # of the last step's gradients, before clipping
     model_loss: ModelLoss | None = None  # where the model computes the loss of labels among its inputs
     holds_shards: bool = False  # whether the optimizer has less than all of every parameter
@@ -123,6 +123,7 @@ class Trainer:
     _full: tuple[Any, Any] | None = None  # the global batch, where this rank was given all of it
     _microbatches: list[Share] = field(default_factory=list)
     logits: Proof = field(init=False)
+    _skipped: int = 0  # before the scaler began to count
     _runs_spare: bool = False  # whether parts without samples run on a spare one
     _records: bool = False  # whether forwards are recorded for the model's own loss
     _partials: list[torch.Tensor] = field(default_factory=list)
@@ -139,6 +140,17 @@ class Trainer:
     def __post_init__(self) -> None:
         self.logits = Proof(self.loss.loss)
         self._own_share = OwnShare(self.mesh)
+
+    @property
+    def skipped(self) -> int:
+        """Steps whose gradients overflowed (fp16)."""
+        return self._skipped if self.scaler is None else self._skipped + self.scaler.skipped
+
+    @skipped.setter
+    def skipped(self, count: int) -> None:
+        self._skipped = count
+        if self.scaler is not None:
+            self.scaler.skipped = 0
 
     @property
     def part(self) -> tuple[int, int]:
@@ -160,7 +172,7 @@ class Trainer:
             return self._step_with_closure(batch)
         if self.cuda_graph is not None:
             steps, share = self.steps, self._mine(batch)
-            loss, self.norm = self.cuda_graph(share.batch)
+            loss, self.norm = self.cuda_graph(share.batch, steps)
             self.steps, self.last_batch_size = steps + 1, share.of
             return loss
         return self._eager_step(batch)[0]
@@ -175,7 +187,7 @@ class Trainer:
     def capture_steps(self) -> None:
         """From now on, `step` runs as a CUDA graph."""
         require_capturable_optimizer(self.optimizer)
-        self.cuda_graph = GraphedStep(self._eager_step, self.model, self.optimizer, lambda: self.random.has_drawn)
+        self.cuda_graph = GraphedStep(self._eager_step, self.model, self.optimizer, self.random)
 
     def zero_grad(self) -> None:
         """Forget all gradients, also of parameters that the optimizer was not given."""
@@ -185,7 +197,7 @@ class Trainer:
         for _, each in self.optimized() if self.replicas.has_copies else ():
             each.grad = None
         if self.scaler is not None:
-            self.scaler.is_finite = None
+            self.scaler.forget()
         self.forget_gradients()
 
     def _step_with_closure(self, batch: Batch) -> torch.Tensor:
@@ -270,30 +282,50 @@ class Trainer:
                     loss = self.pipeline.step([self._inputs(part) for part in self._microbatches])
                 loss = self.mesh.comm(*REPLICAS).all_reduce(loss.detach().clone())
                 if self.scaler is not None:
-                    loss /= self.scaler.value
+                    loss = self.scaler.unscaled(loss)
         self.end_reads()
         self.replicas.finish()
         if self.tied is not None:
             self.tied.sum(dict(self.optimized()))
         if self.scaler is not None:
-            was_finite = self.scaler.is_finite  # of earlier backwards of this step
-            is_finite = self.scaler.unscale(parameter for _, parameter in self.optimized())
-            self.scaler.is_finite = is_finite and was_finite is not False
+            self.scaler.unscale(parameter for _, parameter in self.optimized())
         return loss
 
     def update(self) -> None:
-        """Clip and let the optimizer step; where gradients overflowed on any rank, no rank does."""
-        if self.scaler is None or self.scaler.is_finite:
-            self._clip()
-            self.require_hooks()
-            with fused(self.optimizer), self._updating():
-                self.optimizer.step()
+        """Clip and let the optimizer step; where gradients overflowed on any rank (fp16), no rank changes anything.
+
+        The host waits for whether they did only where the optimizer's step cannot be skipped on the device."""
+        if self.scaler is None:
+            self._update()
         else:
-            self.skipped += 1
-        if self.scaler is not None:
+            self._update_unless_overflow(self.scaler)
             self.scaler.update()
         self.forget_gradients()
         self.steps += 1
+
+    def _update(self, unless: torch.Tensor | None = None) -> None:
+        self._clip()
+        self.require_hooks()
+        with fused(self.optimizer, unless, on_gpus=self.scaler is not None), self._updating():
+            self.optimizer.step()
+
+    def _update_unless_overflow(self, scaler: LossScaler) -> None:
+        """Ranks may differ in how they skip, so all of them communicate in a skipped step as in any other."""
+        overflow, before = scaler.overflow, self.norm
+        if overflow is None:
+            return
+        if can_be_skipped(self.optimizer, overflow.device) and (self.clip is None or before is not None):
+            self._update(unless=overflow)
+            if before is not None and self.norm is not None:
+                self.norm = torch.where(overflow.to(before.device) > 0, before, self.norm)
+        elif scaler.is_finite:
+            self._update()
+        else:
+            self._clip()
+            self.norm = before
+            for _ in self.optimized():  # which takes over what the user has changed in parameters
+                pass
+            self.replicas.publish()
 
     @contextlib.contextmanager
     def _updating(self) -> Iterator[None]:

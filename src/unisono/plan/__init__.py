@@ -6,7 +6,6 @@
     profile/     ModelProfile: a training job as the cost model sees it, from a trace
     cost/        memory and time of a step under a plan
     search/      the fastest plan that fits, and why not its neighbours
-    format       bytes, seconds and counts as text
 
 `parallel/` runs plans and schedules; `planner/` profiles jobs, measures machines and races plans.
 """

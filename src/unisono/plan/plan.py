@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
+from unisono.amounts import parse_bytes
 from unisono.errors import UsageError, did_you_mean
-from unisono.plan.format import parse_bytes
 from unisono.plan.schedules import schedule as schedules
 
 # The axes of a plan's mesh, the slowest first: neighbours in the world are neighbours in tp. The data axis is three of

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from unisono.amounts import GIB, MIB, format_bytes
 from unisono.errors import UsageError
 from unisono.plan.cost.memory import saved_by
 from unisono.plan.plan import Plan
@@ -18,8 +19,6 @@ from unisono.plan.profile.model_profile import Setting
 if TYPE_CHECKING:
     from unisono.plan.profile.model_profile import ModelProfile, Segment
     from unisono.planner.planner import Planner
-
-MIB, GIB = 2**20, 2**30
 
 
 @dataclass(frozen=True)
@@ -92,9 +91,9 @@ def show(profile: ModelProfile, rows: list[ActivationRow]) -> str:
     cells = [
         (
             row.plan,
-            f"{row.layer / MIB:.0f} MiB",
-            f"{row.all_layers / GIB:.2f} GiB",
-            f"{row.kept / MIB:.0f} MiB",
+            format_bytes(row.layer, "MiB", 0),
+            format_bytes(row.all_layers, "GiB", 2),
+            format_bytes(row.kept, "MiB", 0),
             row.collectives,
             f"{row.again:.1%}" if row.again else "-",
         )

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import torch
 
+from unisono.amounts import format_bytes
 from unisono.errors import UsageError
-from unisono.plan.format import format_bytes
 from unisono.plan.hardware.toml import read_hardware
 from unisono.plan.plan import RECOMPUTE, Plan
 from unisono.plan.search.search import Candidate

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from unisono.amounts import format_bytes, format_seconds
 from unisono.graph.program.program import Model
 from unisono.parallel.loss.loss import Loss
 from unisono.parallel.share import BatchDim
@@ -59,14 +60,14 @@ class Choice:
             return str(self)
         measured = next((lap.measured for lap in self.race if lap.plan == str(self.plan)), None)
         seconds = measured or self.seconds
-        time = "no prediction" if seconds is None else f"{1000 * seconds:.1f} ms a step"
-        line = f"plan {self.plan}: {time}, {(self.memory or 0) / 2**20:.0f} MiB"
+        time = "no prediction" if seconds is None else f"{format_seconds(seconds)} a step"
+        line = f"plan {self.plan}: {time}, {format_bytes(self.memory or 0)}"
         if not self.race:
             return line
         rows = [("plan", "predicted", "measured")]
         for plan, predicted, measured, reason in self.race:
-            result = reason if measured is None else f"{1000 * measured:.1f} ms"
-            rows.append((plan, "" if predicted is None else f"{1000 * predicted:.1f} ms", result))
+            result = reason if measured is None else format_seconds(measured)
+            rows.append((plan, "" if predicted is None else format_seconds(predicted), result))
         width = max(len(row[0]) for row in rows)
         return "\n".join([line, *(f"  {plan:{width}}  {first:>10}  {second:>10}" for plan, first, second in rows)])
 

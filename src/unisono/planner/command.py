@@ -7,10 +7,11 @@ import json
 import time
 import tomllib
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unisono.amounts import format_bytes, format_count, format_seconds
 from unisono.errors import UsageError
-from unisono.plan.format import format_bytes, format_count, format_seconds
 from unisono.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -142,7 +143,8 @@ def _show(
         f"{search.world} devices ({hardware.name})",
         markup=False,
     )
-    console.print(f"{result.considered:,} plans considered, {result.fitting:,} fit, in {seconds:.1f} s\n", markup=False)
+    took = format_seconds(seconds, "s", 1)
+    console.print(f"{result.considered:,} plans considered, {result.fitting:,} fit, in {took}\n", markup=False)
     table = Table(box=None, pad_edge=False)
     for title in ("plan", "step", "memory", "bubble", "sent"):
         table.add_column(title, justify="left" if title == "plan" else "right", no_wrap=True)
@@ -237,13 +239,19 @@ def add_bench_kind(kinds: Any) -> None:
     add("-n", "-np", dest="n", type=int, default=2, metavar="N", help="ranks that share the machine (default: 2)")
     add("--backend", choices=("gloo", "mpi"), help="default: gloo")
     add("--brief", action="store_true", help="in some seconds, for a first look: predictions are further off")
-    add("--json", action="store_true", help="print the same tables as JSON")
+    add("-o", "--output", metavar="FILE", help="write the tables there instead of printing them")
+    add("--json", action="store_true", help="the same tables as JSON")
+    add("--quiet", action="store_true", help="print only errors: the tables are in the file of -o")
     parser.set_defaults(handler=_bench_hardware)
 
 
 def _bench_hardware(chosen: argparse.Namespace) -> int:
     if chosen.n < 1:
         raise UsageError(f"-n {chosen.n}: expected at least 1")
+    if chosen.quiet and chosen.output is None:
+        raise UsageError("--quiet prints nothing, and no file is named; add -o FILE")
+    if chosen.output is not None and not Path(chosen.output).resolve().parent.is_dir():
+        raise UsageError(f"-o {chosen.output}: the folder does not exist")
     import torch
 
     from unisono.plan.hardware.toml import write_hardware
@@ -251,5 +259,14 @@ def _bench_hardware(chosen: argparse.Namespace) -> int:
 
     comment = f"Measured by `unisono bench hardware` with torch {torch.__version__}."
     text = write_hardware(measure(chosen.n, chosen.backend, chosen.brief), comment)
-    print(json.dumps(tomllib.loads(text), indent=1) + "\n" if chosen.json else text, end="")
+    text = json.dumps(tomllib.loads(text), indent=1) + "\n" if chosen.json else text
+    if chosen.output is None:
+        print(text, end="")
+        return 0
+    try:
+        Path(chosen.output).write_text(text)
+    except OSError as error:
+        raise UsageError(f"-o {chosen.output}: cannot be written: {error.strerror}") from None
+    if not chosen.quiet:
+        print(f"wrote {chosen.output}")
     return 0

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from unisono.amounts import parse_bytes
 from unisono.errors import UsageError
 from unisono.graph.capture.autocast import WEIGHT_CAST, Autocast
 from unisono.graph.capture.trace import Trace, trace
@@ -35,7 +36,6 @@ from unisono.parallel.share import batch_size_of
 from unisono.parallel.task import Task
 from unisono.parallel.tensor.sharded_dims import sharded_dims
 from unisono.parallel.tensor.tensor_parallel import deriving_once, fitting_rules, heads_of, require_shareable
-from unisono.plan.format import parse_bytes
 from unisono.plan.hardware.spec import Hardware
 from unisono.plan.plan import Plan
 from unisono.plan.profile.from_trace import Subject, read

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from math import floor, isfinite, log10
 
+from unisono.amounts import format_bytes
 from unisono.plan.plan import AXES, Plan
 
 WIDTH, HEIGHT = 480, 250
@@ -69,8 +70,8 @@ def thinned(curve: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float
     return [curve[at] for at in sorted(kept)]
 
 
-def stacked_bars(rows: Mapping[str, Mapping[str, float]], shown: str = "MiB", scale: float = 2**20) -> str:
-    """One bar for each row, stacked by kind, with its sum."""
+def stacked_bars(rows: Mapping[str, Mapping[str, float]]) -> str:
+    """Bytes: one bar for each row, stacked by kind, with its sum."""
     if not rows:
         return ""
     kinds = list(dict.fromkeys(kind for parts in rows.values() for kind in parts))
@@ -85,15 +86,13 @@ def stacked_bars(rows: Mapping[str, Mapping[str, float]], shown: str = "MiB", sc
         drawn.append(f'<text x="{margin - 8}" y="{y + 16}" text-anchor="end">{escape(name)}</text>')
         for kind, value in parts.items():
             width = room * value / most
-            title = f"{escape(name)}: {escape(kind)} {value / scale:.4g} {shown}"
+            title = f"{escape(name)}: {escape(kind)} {format_bytes(value)}"
             drawn.append(
                 f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_ROW - 6}" fill="{hues[kind]}">'
                 f"<title>{title}</title></rect>"
             )
             x += width
-        drawn.append(
-            f'<text class="soft" x="{x + 6:.1f}" y="{y + 16}">{sum(parts.values()) / scale:.4g} {shown}</text>'
-        )
+        drawn.append(f'<text class="soft" x="{x + 6:.1f}" y="{y + 16}">{format_bytes(sum(parts.values()))}</text>')
     return "\n".join([*drawn, "</svg>", legend(kinds)])
 
 

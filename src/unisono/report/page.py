@@ -8,8 +8,8 @@ import time
 from importlib import resources
 from typing import Any
 
+from unisono.amounts import format_bytes, format_seconds
 from unisono.errors import MissingPackageError
-from unisono.graph.render.sizes import size_text
 from unisono.plan.plan import AXES, Plan
 from unisono.report import charts
 from unisono.report.program_listing import programs
@@ -64,9 +64,9 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     if losses:
         facts.append(("loss", f"{losses[0][1]:.4f} first, {losses[-1][1]:.4f} last"))
     if seconds:
-        text = f"{1000 * statistics.median(seconds):.1f} ms measured (median)"
+        text = f"{format_seconds(statistics.median(seconds))} measured (median)"
         if run.predicted.get("seconds"):
-            text += f", {1000 * run.predicted['seconds']:.1f} ms predicted"
+            text += f", {format_seconds(run.predicted['seconds'])} predicted"
         facts.append(("step time", text))
     facts.append(("software", f"torch {start['torch']}, Python {start['python']}, seed {start['seed']}"))
     return facts
@@ -116,5 +116,5 @@ def _collectives(run: Run) -> list[tuple[str, int, str, str]]:
     for op in names:
         found = [data["collectives"][op] for data in run.ranks.values() if op in data["collectives"]]
         calls, payload = sum(each["calls"] for each in found), sum(each["payload"] for each in found)
-        rows.append((op, calls, size_text(payload), size_text(sum(each["sent"] for each in found))))
+        rows.append((op, calls, format_bytes(payload), format_bytes(sum(each["sent"] for each in found))))
     return rows

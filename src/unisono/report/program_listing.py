@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from unisono.amounts import format_bytes, format_ranks
 from unisono.graph.render.colours import COLOURS, OTHER
-from unisono.graph.render.communication import ranks_text
-from unisono.graph.render.sizes import size_text
 from unisono.report.run_record import Run
 
 _HUES = {**COLOURS, "send": "#0b7285", "recv": "#0b7285", "broadcast": "#5f3dc4"}
@@ -62,8 +61,8 @@ def _row(line: dict[str, Any]) -> Row:
     where = line["path"]
     if kind == "communication":
         ends = _ENDS.get(name, "among")
-        ranks = ranks_text(line["ranks"], ", ")
+        ranks = format_ranks(line["ranks"], ", ")
         where = " ".join(filter(None, (f"{ends} {'rank' if name in _ENDS else 'ranks'} {ranks}", line["path"])))
-        where += f" ({size_text(line['bytes'])})"
+        where += f" ({format_bytes(line['bytes'])})"
     words = " ".join((kind, name, line["shape"], where, line["phase"])).lower()
     return Row(kind, name, line["shape"], where, line["phase"], _HUES.get(name, OTHER), words)

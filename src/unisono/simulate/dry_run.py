@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from unisono.amounts import format_bytes, format_seconds
 from unisono.launch.spawn import spawn
 from unisono.parallel.task import Task, load_task
 from unisono.parallel.trainer import Trainer
@@ -33,8 +34,8 @@ class DryRun:
 
     def __str__(self) -> str:
         return (
-            f"dry run of rank {self.rank} of {self.plan} on {self.device}: peak {self.peak / 2**20:.1f} MiB, "
-            f"model state {self.state / 2**20:.1f} MiB, {self.seconds * 1e3:.1f} ms a step, communication left out"
+            f"dry run of rank {self.rank} of {self.plan} on {self.device}: peak {format_bytes(self.peak)}, "
+            f"model state {format_bytes(self.state)}, {format_seconds(self.seconds)} a step, communication left out"
         )
 
 

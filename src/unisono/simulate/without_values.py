@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from unisono.parallel.data import bucket, reducer
+from unisono.mesh import bucket
 from unisono.parallel.data import data_parallel as data
+from unisono.parallel.data import reducer
 from unisono.parallel.meta.shadow import DeviceView, OnMeta
 from unisono.parallel.pipeline import stage
 from unisono.parallel.zero import shards, units, zero
@@ -52,10 +53,15 @@ class WithoutValues(OnMeta):
             if func is _aten.equal.default:
                 return True
             if func is _aten.bincount.default:
-                bins = kwargs.get("minlength", args[2] if len(args) > 2 else 1)
-                each, more = divmod(first.numel(), bins)
-                return torch.tensor([each + (number < more) for number in range(bins)])
+                return _even_counts(first.numel(), kwargs.get("minlength", args[2] if len(args) > 2 else 1))
+            if func is _aten.searchsorted.Tensor and first.ndim == 1:  # where the runs of sorted indices end
+                return _even_counts(first.numel(), args[1].numel()).cumsum(0)
         return super().operate(func, args, kwargs)
+
+
+def _even_counts(indices: int, most: int) -> torch.Tensor:
+    each, more = divmod(indices, most)
+    return torch.tensor([each + (number < more) for number in range(most)])
 
 
 class _ValueQueries(DeviceView):

@@ -21,7 +21,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader
 
 from unisono.comm.communicator import Communicator
 from unisono.comm.rendezvous import world
@@ -45,11 +45,12 @@ from unisono.planner.choice import Choice, Job
 from unisono.train import evaluation
 from unisono.train.callbacks import BestValue, Callback, SaveBest
 from unisono.train.checkpoint.checkpoints import Checkpoints
+from unisono.train.checkpoint.folder_lock import BEST
 from unisono.train.checkpoint.inventory import shapes_here
 from unisono.train.checkpoint.weights import export_pretrained
 from unisono.train.data.given_batches import GivenBatches
 from unisono.train.data.loader import Loader
-from unisono.train.data.reading import Collate
+from unisono.train.data.reading import Collate, collate_samples
 from unisono.train.data.sampler import require_whole_number
 from unisono.train.fit import Fit, History, Options
 from unisono.train.metric_sums import TrainingMetrics
@@ -340,7 +341,7 @@ class Engine:
         *,
         shuffle: bool | None = None,
         workers: int = 0,
-        whole: bool = False,
+        global_batches: bool = False,
         drop_last: bool = False,
     ) -> Loader:
         """Global batches in an order that depends on seed and epoch only; each rank reads its part.
@@ -352,7 +353,7 @@ class Engine:
             batch_size: Samples of a global batch.
             shuffle: Default for map-style datasets.
             workers: Processes that read samples.
-            whole: Every rank reads full batches.
+            global_batches: Every rank reads full batches.
             drop_last: Drop the last batch if it is smaller.
         """
         self._require_global("fit and evaluate read one dataset")
@@ -362,7 +363,7 @@ class Engine:
         }  # fmt: skip
         if self.trainer is None:
             self._prepare_with(Loader(dataset, batch_size, device=self._batch_device, **given))
-        part = (0, 1) if whole else self.ready.part
+        part = (0, 1) if global_batches else self.ready.part
         return Loader(dataset, batch_size, part=part, device=self._batch_device, **given)
 
     def _given(self, loader: DataLoader[Any]) -> GivenBatches:
@@ -393,7 +394,7 @@ class Engine:
         if isinstance(loader, Loader):
             self._require_global("fit and evaluate read one dataset")
         if self.trainer is None:
-            first = loader.first(whole=True)
+            first = loader.first(global_batches=True)
             if first is None:
                 raise UsageError("the dataset is empty; expected at least one sample")
             batch = first.batch if isinstance(first, Share) else first
@@ -449,7 +450,7 @@ class Engine:
         *,
         epochs: int = 1,
         batch_size: int = 32,
-        steps: int | None = None,
+        max_steps: int | None = None,
         max_time: float | str | None = None,
         validation: Any = None,
         evaluate_every: int | None = None,
@@ -478,7 +479,7 @@ class Engine:
                 batches are global or each rank's own, see Engine(batch=).
             epochs: How often the dataset is gone through.
             batch_size: Samples of a global batch.
-            steps: End after so many, possibly within an epoch.
+            max_steps: End after so many, possibly within an epoch.
             max_time: End after the step that runs at that time: seconds, or a text, as "90m" or "12h".
             validation: Data to evaluate after each epoch, and after every `evaluate_every` steps.
             evaluate_every: Steps between two evaluations within an epoch.
@@ -523,7 +524,7 @@ class Engine:
             if not isinstance(callbacks, Sequence) or not isinstance(each, Callback):
                 raise UsageError(f"fit(callbacks=...): {each!r}; expected a list of uni.Callback")
         options = Options(
-            epochs, steps, look_every, nonfinite, save_every, keep, resume, progress, evaluate_every,
+            epochs, max_steps, look_every, nonfinite, save_every, keep, resume, progress, evaluate_every,
             _seconds(max_time), log_every, norms, profile_steps, train_metrics, memory_every,
         )  # fmt: skip
         if profile_steps is not None:
@@ -563,7 +564,7 @@ class Engine:
             return []
         if save is None:
             raise UsageError(f"fit(save_best={monitor!r}) needs save=FOLDER, the folder of the run")
-        return [SaveBest(monitor, Path(save) / "best")]
+        return [SaveBest(monitor, Path(save) / BEST)]
 
     def _first_batches(self, data: Any, batch_size: int, shuffle: bool | None) -> list[tuple[Any, Any]]:
         """Some global batches, for a Task."""
@@ -574,7 +575,7 @@ class Engine:
             )
         if not isinstance(data, Loader | DataLoader):
             options: dict[str, Any] = {"shuffle": shuffle, "seed": self.seed, "batch_dim": self._batch_dim}
-            data = Loader(data, batch_size, collate=self._collate, whole=True, **options)
+            data = Loader(data, batch_size, collate=self._collate, global_batches=True, **options)
         batches = [each.batch if isinstance(each, Share) else each for each in itertools.islice(data, _TASK_BATCHES)]
         if not batches:
             raise UsageError("the dataset is empty; expected at least one sample")
@@ -682,9 +683,8 @@ class Engine:
     def _named_inputs(self, inputs: Any) -> Any:
         """Inputs for `predict`: samples that are dicts collated, and without labels, from which a model would compute
         the loss of a part of the samples."""
-        if isinstance(inputs, list | Dataset) and len(inputs) and isinstance(inputs[0], Mapping):  # type: ignore[arg-type]
-            samples = [inputs[index] for index in range(len(inputs))]  # type: ignore[arg-type]
-            inputs = (self._collate or default_collate)(samples)
+        if _has_samples_of_names(inputs):
+            inputs = (self._collate or collate_samples)([inputs[index] for index in range(len(inputs))])
         config = getattr(self.ready.model, "config", None)
         feeds_labels = getattr(config, "is_encoder_decoder", False)  # to the decoder
         if not isinstance(inputs, Mapping) or self._example is None or self._example[1] is not None or feeds_labels:
@@ -696,7 +696,16 @@ class Engine:
             return dataset
         if isinstance(dataset, DataLoader):
             return self._given(dataset)
-        return self.dataloader(dataset, batch_size, shuffle=False, whole=evaluation.needs_global_batches(self.metrics))
+        return self.dataloader(
+            dataset, batch_size, shuffle=False, global_batches=evaluation.needs_global_batches(self.metrics)
+        )
+
+
+def _has_samples_of_names(inputs: Any) -> bool:
+    """Whether it is a dataset (of torch, of Hugging Face, a list) of samples that are dicts, and not a batch."""
+    if isinstance(inputs, torch.Tensor | tuple | Mapping) or not hasattr(inputs, "__getitem__"):
+        return False
+    return hasattr(inputs, "__len__") and len(inputs) > 0 and isinstance(inputs[0], Mapping)
 
 
 def _training(model: nn.Module) -> nn.Module:

@@ -66,7 +66,7 @@ def _global_batch(batch: Any, name: str) -> tuple[Any, Any]:
     if len(batch.positions) < batch.of:
         raise UsageError(
             f"metric {name!r} is a function, which needs global batches, but the loader gives each rank its part: "
-            "make it with Loader(..., whole=True), or give the dataset itself"
+            "make it with Loader(..., global_batches=True), or give the dataset itself"
         )
     inputs, targets = batch.batch
     return inputs, targets

@@ -42,6 +42,7 @@ _NONFINITE = ("stop", "skip")
 _NOT_UPDATED = "No parameter was updated by this step; fit(nonfinite='skip') skips such steps"
 _PERMANENT = "Training cannot continue; resume from an earlier checkpoint, with a lower learning rate or clip=..."
 _MAYBE_UPDATED = "The optimizer evaluates the loss several times in a step, and may have updated parameters before"
+_UPDATED = "The step ran as a CUDA graph, which has updated parameters; use cudagraph=False to see it before"
 
 
 class NonFiniteLoss(UnisonoError, ArithmeticError):
@@ -67,7 +68,7 @@ class Options:
     """Options of a run, see `Engine.fit`."""
 
     epochs: int = 1
-    steps: int | None = None
+    max_steps: int | None = None
     look_every: int = 10
     nonfinite: str = "stop"
     save_every: int | None = None
@@ -83,7 +84,7 @@ class Options:
     memory_every: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "steps", "look_every", "save_every", "evaluate_every", "log_every", "memory_every"):
+        for name in ("epochs", "max_steps", "look_every", "save_every", "evaluate_every", "log_every", "memory_every"):
             if getattr(self, name) is not None:
                 require_whole_number(f"fit: {name}", getattr(self, name), 1)
         if self.nonfinite not in _NONFINITE:
@@ -141,7 +142,9 @@ class Fit:
     # ---- the run -------------------------------------------------------------------------------------------------
 
     def run(self) -> History:
-        with contextlib.nullcontext() if self.folder is None else self.folder.held():
+        if self.folder is None or self._checkpoints is None:
+            return self._run()
+        with self.folder.held() as self._checkpoints.lock:
             return self._run()
 
     def _run(self) -> History:
@@ -211,7 +214,7 @@ class Fit:
                 if self._is_over(self._step(batch)):
                     return
                 self._report_compilation()
-                if self.options.steps is not None and self._is_done():
+                if self.options.max_steps is not None and self._is_done():
                     break
             if self.engine.ready.steps > done or (position and self._ended < self.loader.epoch):
                 self._end_epoch()
@@ -237,7 +240,7 @@ class Fit:
         if reason == TERMINATED:
             where = self._where_saved()
             code = failure.RESUMABLE if where else 128 + signal.SIGTERM
-            failure.note_stop(f"stopped by SIGTERM to a rank: fit ended after step {self.history.step}{where}", code)
+            failure.note_stop(f"fit ended after step {self.history.step}{where}", code)
         if reason:
             self._display.message(f"{shown}: ended after step {self.history.step}{self._where_saved()}")
         return True
@@ -321,13 +324,15 @@ class Fit:
         """The loss of a training step, and whether the step was skipped because it is not finite."""
         self._gradient_norm = None
         wants_norm = self.options.norms and self._is_logged(trainer.steps + 1)
-        if takes_closure(trainer.optimizer):
+        is_captured = trainer.cuda_graph is not None
+        if takes_closure(trainer.optimizer) or is_captured:  # a step that cannot be stopped before its update
             with self._measured(trainer):
                 loss = float(trainer.step(batch))
             if wants_norm:
                 self._gradient_norm = float(trainer.gradient_norm() if trainer.norm is None else trainer.norm)
             if not math.isfinite(loss):
-                raise self._nonfinite(loss, nonfinite.origin(trainer, batch), trainer.steps, _MAYBE_UPDATED)
+                outcome = _UPDATED if is_captured else _MAYBE_UPDATED
+                raise self._nonfinite(loss, nonfinite.origin(trainer, batch), trainer.steps, outcome)
             return loss, False
         held = {name: buffer.clone() for name, buffer in trainer.model.named_buffers()} if self._skips else {}
         trainer.zero_grad()
@@ -515,12 +520,12 @@ class Fit:
         }
 
     def _last_step(self) -> int | None:
-        """trainer.steps at the end of the run: at the end of the data, or after `steps`."""
+        """trainer.steps at the end of the run: at the end of the data, or after `max_steps`."""
         left = self.loader.batches_left(self.options.epochs)
         end = None if left is None else self.engine.ready.steps + left
-        if self.options.steps is None:
+        if self.options.max_steps is None:
             return end
-        wanted = self._began + self.options.steps
+        wanted = self._began + self.options.max_steps
         return wanted if end is None else min(wanted, end)
 
     def _require_epochs(self) -> None:
@@ -536,6 +541,11 @@ class Fit:
             raise UsageError(
                 f"fit(nonfinite='skip') with {name}, which evaluates the loss several times in a step: a step of it "
                 "cannot be skipped; use nonfinite='stop'"
+            )
+        if self._skips and self.engine.ready.cuda_graph is not None:
+            raise UsageError(
+                "fit(nonfinite='skip') with cudagraph=True, whose steps have updated parameters when their loss is "
+                "known; use nonfinite='stop', or leave cudagraph out"
             )
 
     def _require_numbers(self) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from unisono.amounts import ranks_in_words
 from unisono.comm.communicator import Communicator
 from unisono.parallel.layout import Split
 from unisono.plan.plan import AXES, COPIES, Plan
@@ -84,17 +85,13 @@ def _of_other_ranks(plan: Plan, first: _Divergence, everyone: list[tuple[_Diverg
     is_first = not any(everyone[rank][1] for rank, _ in there)
     samples = "; no module before it was compared: is its input this rank's part of the batch?" if is_first else ""
     if agreeing:
-        off, fine = _ranks([rank for rank, _ in there]), _ranks(agreeing)
+        off, fine = ranks_in_words([rank for rank, _ in there]), ranks_in_words(agreeing)
         return f"; it differs on {off} and agrees on {fine}: does this forward depend on the rank?{samples}"
     factors = {round(each.factor, 6) for _, each in there}
     factor = _named_factor(plan, first.factor) if len(factors) == 1 else ""
     if factor:
         return f"; on every rank it is {factor.partition(':')[0]}: does this forward read the world size?"
     return samples
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
 
 
 def after_the_forward(comm: Communicator, plain: TrainingRecord, planned: TrainingRecord, tolerance: float) -> str:
@@ -123,7 +120,7 @@ def _settings(plain: TrainingRecord, of_ranks: list[dict[str, float]]) -> str:
     for name, value in plain.settings.items():
         off = {rank: numbers[name] for rank, numbers in enumerate(of_ranks) if numbers.get(name, value) != value}
         if off:
-            where = "under the plan" if len(off) == len(of_ranks) else f"on {_ranks(list(off))}"
+            where = "under the plan" if len(off) == len(of_ranks) else f"on {ranks_in_words(list(off))}"
             return (
                 f"the optimizer's {name} is {next(iter(off.values())):.6g} {where} and {value:.6g} on one device: does "
                 "it read the rank or the world size?"

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from unisono.amounts import parse_bytes
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.graph.placement.assignment import replicated
@@ -18,7 +19,6 @@ from unisono.graph.program.codegen import generate
 from unisono.graph.program.executable import fed
 from unisono.graph.program.lowering import Compute, Lowered, lower
 from unisono.graph.program.program import Program
-from unisono.graph.render.sizes import size_of
 from unisono.graph.rules import tensors_of
 from unisono.mesh.deferred_init.seeded_init import build
 from unisono.mesh.mesh import Mesh
@@ -59,8 +59,8 @@ class ProgramSpec:
                 search = value
             elif name in numbers and value.isdecimal() and 0 < int(value) <= (3 if name == "zero" else 10**6):
                 numbers[name] = int(value)
-            elif name == "memory" and size_of(value):
-                memory = size_of(value)
+            elif name == "memory" and (found := parse_bytes(value)):
+                memory = round(found)
             elif setting in flags:
                 flags[setting] = True
             elif (
@@ -96,7 +96,7 @@ class ProgramSpec:
     def __str__(self) -> str:
         settings = [f"{name}={size}" for name, size in self.axes]
         settings += [f"search={self.search}"] if self.search != "propagate" else []
-        settings += [f"memory={self.memory}"] if self.memory else []
+        settings += [f"memory={self.memory}B"] if self.memory else []
         settings += ["full"] if self.fully_use_devices else []
         settings += ["unpack"] if self.unpack else []
         settings += [f"zero={self.zero}"] if self.zero else []

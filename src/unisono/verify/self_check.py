@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
+from unisono.amounts import format_seconds
 from unisono.comm.communicator import Communicator
 from unisono.comm.rendezvous import world
 from unisono.comm.rendezvous.solo import alone
@@ -430,7 +431,8 @@ class _Proof:
             return f"plan {self._plan} not proved: {self._obstacle}"
         worst = max(each.deviation for each in found if each.kind == "gradient")
         dtype = str(self._dtype).removeprefix("torch.")
-        return f"plan {self._plan} proved on {subject}: worst gradient {worst:.0e} ({dtype}), {self._seconds:.1f} s"
+        seconds = format_seconds(self._seconds, "s", 1)
+        return f"plan {self._plan} proved on {subject}: worst gradient {worst:.0e} ({dtype}), {seconds}"
 
 
 def _without_activations(step: FingerprintRecord | None) -> FingerprintRecord | None:

@@ -16,7 +16,7 @@ train/         Model, callbacks, checkpoints
 layout         from strategies to a mesh
 ir             save_graphs
 diagnosis      arguments in the wrong order
-missing        names that are not here
+mindspore_names  names that are not here
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from unisono.compat.mindspore.context import get_context as get_context
 from unisono.compat.mindspore.context import reset_auto_parallel_context as reset_auto_parallel_context
 from unisono.compat.mindspore.context import set_auto_parallel_context as set_auto_parallel_context
 from unisono.compat.mindspore.context import set_context as set_context
-from unisono.compat.mindspore.missing import missing_in, sentence
+from unisono.compat.mindspore.mindspore_names import missing_names, sentence
 from unisono.compat.mindspore.train import Callback as Callback
 from unisono.compat.mindspore.train import CheckpointConfig as CheckpointConfig
 from unisono.compat.mindspore.train import LossMonitor as LossMonitor
@@ -63,9 +63,9 @@ from unisono.compat.mindspore.train import load_checkpoint as load_checkpoint
 from unisono.compat.mindspore.train import load_param_into_net as load_param_into_net
 from unisono.compat.mindspore.train import save_checkpoint as save_checkpoint
 
-__getattr__ = missing_in(__name__)
+__getattr__ = missing_names(__name__)
 
 
 def explain_missing_module(name: str) -> str:
     """The sentence of `import mindspore.numpy`, where there is no such module (see launch/worker/aliases)."""
-    return sentence(__name__, name.partition(".")[2])
+    return sentence(__name__, name.partition(".")[2], globals())

@@ -11,7 +11,7 @@ import sys
 from unisono.comm.communicator import Communicator
 from unisono.comm.rendezvous import world
 from unisono.compat.language import say
-from unisono.compat.mindspore.missing import missing_in
+from unisono.compat.mindspore.mindspore_names import missing_names
 from unisono.errors import UsageError
 
 BACKENDS = ("nccl", "hccl", "mccl")
@@ -23,7 +23,7 @@ _WORLD = (NCCL_WORLD_COMM_GROUP, HCCL_WORLD_COMM_GROUP, MCCL_WORLD_COMM_GROUP)
 
 sys.modules[f"{__name__}.management"] = sys.modules[__name__]  # where MindSpore keeps the same functions
 management = sys.modules[__name__]
-__getattr__ = missing_in(__name__)
+__getattr__ = missing_names(__name__)
 
 
 def joined() -> Communicator:

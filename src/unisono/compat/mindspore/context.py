@@ -22,10 +22,10 @@ from typing import Any
 
 from unisono.comm.rendezvous import world
 from unisono.compat.language import say
-from unisono.compat.mindspore.missing import missing_in
+from unisono.compat.mindspore.mindspore_names import missing_names
 from unisono.errors import UsageError
 
-__getattr__ = missing_in(__name__)
+__getattr__ = missing_names(__name__)
 
 GRAPH_MODE = 0
 PYNATIVE_MODE = 1

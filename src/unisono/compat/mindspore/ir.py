@@ -20,8 +20,7 @@ from torch import nn
 from unisono.compat.mindspore.ops.primitive import Primitive
 from unisono.graph.capture.op import Op
 from unisono.graph.program.lowering import Compute, Lowered, Redistribute, ShardedSpec
-from unisono.graph.render.communication import CollectiveStep
-from unisono.graph.render.listing import listing_of, strategy
+from unisono.graph.render.listing import CollectiveStep, listing_of, strategy
 from unisono.graph.rules import target_name
 
 _files = itertools.count()

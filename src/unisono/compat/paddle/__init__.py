@@ -11,7 +11,7 @@ saving        save and load
 static/       programs that are recorded, and the Executor
 base/         core.Graph and framework.IrGraph, which draw programs
 distributed/  fleet, group_sharded_parallel, marks, to_static, the Engine: each becomes a plan of unisono's
-missing       the error for a name that is not here
+paddle_names  the error for a name that is not here
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from unisono.compat.paddle import optimizer as optimizer
 from unisono.compat.paddle import regularizer as regularizer
 from unisono.compat.paddle import static as static
 from unisono.compat.paddle.distributed.fleet.models import DataParallel as DataParallel
-from unisono.compat.paddle.missing import explain, missing_names, paddle_name
 from unisono.compat.paddle.nn.layers import ParamAttr as ParamAttr
+from unisono.compat.paddle.paddle_names import explain, missing_names, paddle_name
 from unisono.compat.paddle.saving import load as load
 from unisono.compat.paddle.saving import save as save
 from unisono.compat.paddle.static.program import disable_static as disable_static
@@ -87,4 +87,4 @@ class CUDAPlace:
         self.id = id
 
 
-__getattr__ = missing_names(__name__, globals())
+__getattr__ = missing_names(__name__)

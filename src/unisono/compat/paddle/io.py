@@ -18,7 +18,7 @@ import torch.utils.data
 
 from unisono.compat.language import say
 from unisono.compat.paddle.distributed.environment import data_index, data_ranks
-from unisono.compat.paddle.missing import missing_names
+from unisono.compat.paddle.paddle_names import missing_names
 from unisono.compat.paddle.tensor import common_seed, plain, wrapped
 from unisono.errors import UsageError
 from unisono.train.data.sampler import seed_from
@@ -249,4 +249,4 @@ class DataLoader:
         return len(self._loader)
 
 
-__getattr__ = missing_names(__name__, globals())
+__getattr__ = missing_names(__name__)

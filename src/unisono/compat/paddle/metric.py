@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from unisono.compat.paddle.missing import missing_names
 from unisono.compat.paddle.nn.functional import class_labels
+from unisono.compat.paddle.paddle_names import missing_names
 from unisono.compat.paddle.tensor import plain
 
 
@@ -65,4 +65,4 @@ class Accuracy(Metric):
         return self._name
 
 
-__getattr__ = missing_names(__name__, globals())
+__getattr__ = missing_names(__name__)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from unisono.compat.language import say
-from unisono.compat.paddle.missing import missing_names
+from unisono.compat.paddle.paddle_names import missing_names
 from unisono.compat.paddle.regularizer import L2Decay
 from unisono.errors import UsageError
 
@@ -267,4 +267,4 @@ class AdamW(Adam):
         )
 
 
-__getattr__ = missing_names(__name__, globals())
+__getattr__ = missing_names(__name__)

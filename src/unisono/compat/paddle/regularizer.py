@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unisono.compat.paddle.missing import missing_names
+from unisono.compat.paddle.paddle_names import missing_names
 
 
 class L2Decay:
@@ -13,4 +13,4 @@ class L2Decay:
         return f"L2Decay({self.coeff})"
 
 
-__getattr__ = missing_names(__name__, globals())
+__getattr__ = missing_names(__name__)

@@ -40,9 +40,9 @@ from unisono.compat.vqnet.dtype import kint16 as kint16
 from unisono.compat.vqnet.dtype import kint32 as kint32
 from unisono.compat.vqnet.dtype import kint64 as kint64
 from unisono.compat.vqnet.dtype import kuint8 as kuint8
-from unisono.compat.vqnet.missing import explain, missing_names
 from unisono.compat.vqnet.tensor import QTensor as QTensor
 from unisono.compat.vqnet.tensor import no_grad as no_grad
+from unisono.compat.vqnet.vqnet_names import explain, missing_names
 
 sys.modules[f"{__name__}.utils"] = utils  # so that `from ....utils import set_random_seed` finds it too
 
@@ -75,7 +75,7 @@ __all__ = [
     "tensor",
 ]
 
-__getattr__ = missing_names(__name__, globals())
+__getattr__ = missing_names(__name__)
 
 
 def explain_missing_module(name: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from unisono.compat.language import say
-from unisono.compat.vqnet.missing import missing_names
+from unisono.compat.vqnet.vqnet_names import missing_names
 from unisono.errors import UsageError
 
 DEV_CPU = 0
@@ -36,4 +36,4 @@ def device_of(given: Device) -> torch.device:
     return torch.device("cuda", (given - DEV_GPU_0) % count) if count else torch.device("cpu")
 
 
-__getattr__ = missing_names(__name__, globals())
+__getattr__ = missing_names(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from unisono.compat.language import say
-from unisono.compat.vqnet.missing import missing_names
+from unisono.compat.vqnet.vqnet_names import missing_names
 from unisono.errors import UsageError
 
 kbool = torch.bool
@@ -39,4 +39,4 @@ def dtype_of(given: Dtype) -> torch.dtype:
     return BY_NUMBER[given]
 
 
-__getattr__ = missing_names(__name__, globals())
+__getattr__ = missing_names(__name__)

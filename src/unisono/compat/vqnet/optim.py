@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from unisono.compat.vqnet.missing import missing_names
+from unisono.compat.vqnet.vqnet_names import missing_names
 
 
 class SGD(torch.optim.SGD):
@@ -77,4 +77,4 @@ class AdamW(torch.optim.AdamW):
         super().__init__(params, lr=lr, betas=(beta1, beta2), eps=epsilon, weight_decay=weight_decay, amsgrad=amsgrad)
 
 
-__getattr__ = missing_names(__name__, globals())
+__getattr__ = missing_names(__name__)

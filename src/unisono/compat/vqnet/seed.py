@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 
-from unisono.compat.vqnet.missing import missing_names
+from unisono.compat.vqnet.vqnet_names import missing_names
 
 
 def set_random_seed(seed: int) -> None:
@@ -21,4 +21,4 @@ def get_random_seed() -> int:
     return torch.initial_seed()
 
 
-__getattr__ = missing_names(__name__, globals())
+__getattr__ = missing_names(__name__)

@@ -28,7 +28,7 @@ class Reshard:
     current: Placements
     wanted: Placements
     gradient: Placements | None  # how the gradients come back; None where there are none
-    home: Placements | None  # how the source needs its gradient
+    source_gradient: Placements | None  # how the source needs its gradient
     users: tuple[tuple[str, int], ...]  # (node, number of its tensor input)
 
 
@@ -94,10 +94,10 @@ class Assignment:
         moves = []
         for (source, output, wanted, gradient), users in groups.items():
             current = self.layout(source, output)
-            home = None if gradient is None else tuple(map(output_gradient, current))
-            if current != wanted or gradient != home:
+            needed = None if gradient is None else tuple(map(output_gradient, current))
+            if current != wanted or gradient != needed:
                 spec = self._spec(source, output)
-                moves.append(Reshard(source, output, spec, current, wanted, gradient, home, tuple(users)))
+                moves.append(Reshard(source, output, spec, current, wanted, gradient, needed, tuple(users)))
         return moves
 
     def _has_gradient(self, source: str, user: str) -> bool:

@@ -77,8 +77,8 @@ def _edge(
     there = _communicating(find_route(spec.shape, spec.dtype.itemsize, mesh_shape, current, wanted), mesh_shape)
     back: list[RouteStep] = []
     if gradient is not None:
-        home = tuple(map(output_gradient, current))
-        back = _communicating(find_route(spec.shape, spec.dtype.itemsize, mesh_shape, gradient, home), mesh_shape)
+        needed = tuple(map(output_gradient, current))
+        back = _communicating(find_route(spec.shape, spec.dtype.itemsize, mesh_shape, gradient, needed), mesh_shape)
     return Cost(
         sum(step.received for step in there),
         sum(step.received for step in back),

@@ -256,7 +256,9 @@ class _Axis:
         self, source: str, output: int, current: Placement, user: str, wanted: Placement, gradient: Placement
     ) -> float:
         back = (gradient,) if self.graph.has_gradient(source, user) else None
-        if current == wanted and (back is None or back == (_home(current),) or source in self.graph.is_placeholder):
+        if current == wanted and (
+            back is None or back == (_needed_gradient(current),) or source in self.graph.is_placeholder
+        ):
             return 0.0
         links = None if self.link is None else (self.link,)
         spent = cost.edge(self._local(source, output), self._line, (current,), (wanted,), back, links)
@@ -276,7 +278,7 @@ class _Axis:
         return TensorSpec(divided(spec.shape, earlier, self.mesh.shape), spec.dtype)
 
 
-def _home(placement: Placement) -> Placement:
+def _needed_gradient(placement: Placement) -> Placement:
     return placement if shard_dim(placement) is not None else REPLICATE
 
 

@@ -8,11 +8,11 @@ work that the axes before have left each rank. An op is divided along the dim th
     what neighbours that are decided on this axis make it move, forward and backward,
     what those that are not decided make it move at least.
 
-The last of them is what a cut costs by itself: dividing the contracted dim of a product leaves parts of a sum, dividing
-the batch leaves parts of the weight's gradient, and so an op that stands alone is cut along its longest dim. Parameters
-and inputs come after all ops and take the placement that suits their users. Nothing is looked at twice: the time is
-that of one pass over the graph for each axis, however many placements there are. The price is that an op that is
-divided early cannot know what later ones would have liked: `benchmarks/searches.py` compares the searches.
+The last of them is what sharding costs by itself: dividing the contracted dim of a product leaves parts of a sum,
+dividing the batch leaves parts of the weight's gradient, and so an op that stands alone is sharded along its longest
+dim. Parameters and inputs come after all ops and take the placement that suits their users. Nothing is looked at twice:
+the time is that of one pass over the graph for each axis, however many placements there are. The price is that an op
+that is divided early cannot know what later ones would have liked: `benchmarks/searches.py` compares the searches.
 """
 
 from __future__ import annotations

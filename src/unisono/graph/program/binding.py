@@ -11,11 +11,11 @@ from torch import fx
 
 from unisono.graph.program.local_op import LocalOp, reduce_over
 from unisono.graph.program.lowering import Compute, Lowered, Redistribute
-from unisono.graph.program.native import native
 from unisono.graph.program.redistribute import Redistributor
 from unisono.graph.program.rewrites import REWRITES
 from unisono.mesh.random import dropout as dropouts
 from unisono.mesh.random.state import RandomState
+from unisono.torch_compat import NN_FUNCTIONS
 
 Function = Callable[..., Any]
 
@@ -72,3 +72,40 @@ def _dropout(local_op: LocalOp) -> Function:
 
 
 _QUICK: dict[str, Callable[[LocalOp], Function]] = {"view": _view, "dropout": _dropout}
+
+
+# ---- ops that are called as they are ---------------------------------------------------------------------------------
+
+# A traced op is an overload such as aten.linear.default. Called as such it takes several microseconds more than torch's
+# own bindings of the same op, which a plain model uses; on small tensors that is as much as the op itself. These ops
+# have a binding that takes the overload's arguments as they are.
+_IN_TORCH = (
+    "relu layer_norm embedding add.Tensor sub.Tensor mul.Tensor div.Tensor matmul mm bmm addmm transpose.int permute t "
+    "reshape flatten.using_ints unsqueeze squeeze.dim select.int unbind.int cat stack "
+    "mean.dim mean sum.dim_IntList sum pow.Tensor_Scalar rsqrt sqrt neg cos sin exp log tanh sigmoid softmax.int "
+    "log_softmax.int conv2d.default conv1d.default batch_norm clamp where.self eq.Tensor eq.Scalar ne.Scalar lt.Scalar "
+    "gt.Scalar le.Tensor ge.Scalar logical_not bitwise_and.Tensor masked_fill.Scalar tril triu clone rms_norm "
+    "group_norm argmax topk cumsum rsub.Scalar abs square erf index_select gather"
+)
+_IN_NN = (
+    "linear gelu silu scaled_dot_product_attention"  # not losses: their bindings have another default for reduction
+)
+_OF_TENSORS = "view.default expand contiguous"
+
+
+def _table() -> dict[Any, Callable[..., Any]]:
+    table: dict[Any, Callable[..., Any]] = {}
+    for names, home in ((_IN_TORCH, torch), (_IN_NN, NN_FUNCTIONS), (_OF_TENSORS, torch.Tensor)):
+        for name in names.split():
+            op, _, overload = name.partition(".")
+            target = getattr(getattr(torch.ops.aten, op), overload or "default")
+            table[target] = getattr(home, op)
+    return table
+
+
+_NATIVE = _table()
+
+
+def native(target: Any) -> Function:
+    """What to call for an op of the graph."""
+    return _NATIVE.get(target, target)

@@ -10,7 +10,7 @@ from unisono.errors import UsageError
 from unisono.graph.capture.source import line_of
 from unisono.graph.program.binding import bind
 from unisono.graph.program.codegen import generate
-from unisono.graph.program.gradient_buckets import GradientSums
+from unisono.graph.program.gradient_sums import GradientSums
 from unisono.graph.program.lowering import Lowered, ShardedSpec
 from unisono.graph.program.shards import ProgramShards
 from unisono.graph.program.zero import GatherInBackward
@@ -19,7 +19,7 @@ from unisono.mesh.placement import local_box
 from unisono.mesh.random.state import RandomState
 from unisono.torch_compat import FakeTensor
 
-Cut = Callable[[torch.Tensor], torch.Tensor]
+Slicer = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Executable:
@@ -102,7 +102,7 @@ def _held(name: str, lowered: Lowered, shards: ProgramShards, device: torch.devi
     return _sharded(lowered.given[name], lowered.mesh, device)(constant) if users else torch.empty(0)
 
 
-def _sharded(spec: ShardedSpec, mesh: Mesh, device: torch.device) -> Cut:
+def _sharded(spec: ShardedSpec, mesh: Mesh, device: torch.device) -> Slicer:
     sizes, offsets = local_box(spec.shape, mesh, spec.placements)
     if sizes == spec.shape:
         return lambda full: full.to(device)

@@ -6,7 +6,7 @@ gradient in another placement than the producer needs, a `Redistribute` comes be
 share one move, so that three projections of one input gather it once, and sum its gradient once.
 
 Note: gradients of what is made of parameters alone. A parameter's gradient may stay in parts until the backward is over
-(gradient_buckets.py takes it from there), and so may that of anything computed from parameters, and from nothing of the
+(gradient_sums.py takes it from there), and so may that of anything computed from parameters, and from nothing of the
 batch, by ops that are not split: backward is linear, so a part of the gradient gives a part. Along an axis this holds
 where every user gives back parts.
 """

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 
 from unisono.graph.program.local_op import LocalOp
 from unisono.graph.program.sharded_loss import cross_entropy, mean_loss, nll_loss
-from unisono.graph.program.sharded_norm import batch_norm
 from unisono.graph.rules.reduce import reduced_dims
 from unisono.mesh.random import dropout as dropouts
+from unisono.mesh.sharded_batch_norm import normalised, of_channels, scaled, sum_over_batch
 
 # ---- shapes ------------------------------------------------------------------------------------------------------
 
@@ -108,6 +108,36 @@ def _grouped_mm(
     return torch.cat([result[:first], *products, result[last:]])
 
 
+# ---- normalisation -----------------------------------------------------------------------------------------------
+
+
+def _batch_norm(
+    local_op: LocalOp,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: None,
+    running_var: None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    *_: Any,
+) -> torch.Tensor:
+    """In training; running statistics are ops of their own in the graph."""
+    full = local_op.call.shape("input")
+    axes = local_op.axes_sharding(local_op.number("input"), *(dim for dim in range(len(full)) if dim != 1))
+
+    def reduce(tensor: torch.Tensor, op: str) -> torch.Tensor:
+        return local_op.reduce(tensor, op, axes)
+
+    def statistics(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        count = wide.new_tensor(torch.Size(full).numel() // full[1])
+        mean = reduce(sum_over_batch(wide), "sum") / count
+        return mean, reduce(sum_over_batch((wide - of_channels(mean, wide)).square()), "sum"), count
+
+    return scaled(normalised(x, eps, statistics, reduce)[0], weight, bias).to(x.dtype)
+
+
 # ---- attention ---------------------------------------------------------------------------------------------------
 
 
@@ -162,7 +192,7 @@ REWRITES: dict[str, Callable[..., Any]] = {
     "factory": _factory,
     "mean": _mean,
     "variance": _variance,
-    "batch_norm": batch_norm,
+    "batch_norm": _batch_norm,
     "mean_loss": mean_loss,
     "embedding": _embedding,
     "grouped_mm": _grouped_mm,

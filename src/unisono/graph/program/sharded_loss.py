@@ -1,7 +1,7 @@
 """Losses of which each rank has some samples, or some classes.
 
 With some samples a rank gives its share of the loss of all: its sum over the count (or weight) of the full batch,
-which the ranks add up first. With some classes the ranks find the largest logit and the sum of exponentials together.
+which the ranks add up first. With some classes the loss is that of mesh/sharded_cross_entropy.py.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from unisono.graph.program.local_op import LocalOp
+from unisono.mesh.sharded_cross_entropy import sharded_cross_entropy
 
 NONE, MEAN, TOTAL = 0, 1, 2  # torch's numbers for reduction=
 
@@ -91,47 +92,10 @@ def _of_some_classes(
     smoothing: float,
 ) -> torch.Tensor:
     """The loss of each target, 0 where it is ignored."""
-    number = local_op.number("self")
-    first = local_op.box(number)[1][classes]
+    first = local_op.box(local_op.number("self"))[1][classes]
     count = local_op.call.shape("self")[classes]
-    ignored = target == ignore_index
-    loss = _ShardedCrossEntropy.apply(
-        logits.movedim(classes, -1), torch.where(ignored, -1, target), first, count, smoothing, local_op, axes
-    )
-    return torch.where(ignored, 0.0, loss)
 
+    def reduce(tensor: torch.Tensor, op: str) -> torch.Tensor:
+        return local_op.reduce(tensor, op, axes)
 
-class _ShardedCrossEntropy(torch.autograd.Function):
-    """Logits (..., classes here) and targets (...) -> losses (...), the same on all ranks along `axes`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        target: torch.Tensor,
-        first: int,
-        count: int,
-        smoothing: float,
-        local_op: LocalOp,
-        axes: tuple[int, ...],
-    ) -> torch.Tensor:
-        wide = logits.float() if logits.dtype.itemsize < 4 else logits
-        shifted = wide - local_op.reduce(wide.amax(-1), "max", axes)[..., None]
-        here = (target >= first) & (target < first + logits.shape[-1])
-        row = torch.where(here, target - first, 0)[..., None]
-        chosen = torch.where(here, shifted.gather(-1, row)[..., 0], 0.0)
-        powers = shifted.exp()
-        sums = [powers.sum(-1), chosen] + ([shifted.sum(-1)] if smoothing else [])
-        normaliser, chosen, *total = local_op.reduce(torch.stack(sums), "sum", axes).unbind()
-        ctx.save_for_backward(powers / normaliser[..., None], row, here)
-        ctx.count, ctx.smoothing, ctx.dtype = count, smoothing, logits.dtype
-        loss = normaliser.log() - (1 - smoothing) * chosen
-        loss = loss - smoothing / count * total[0] if smoothing else loss
-        return loss.to(logits.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        probabilities, row, here = ctx.saved_tensors
-        slope = probabilities - ctx.smoothing / ctx.count
-        slope.scatter_add_(-1, row, ((ctx.smoothing - 1) * here.to(slope.dtype))[..., None])
-        return (slope * grad[..., None]).to(ctx.dtype), None, None, None, None, None, None
+    return sharded_cross_entropy(logits.movedim(classes, -1), target, reduce, first, count, ignore_index, smoothing)

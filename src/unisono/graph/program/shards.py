@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from unisono.errors import UsageError
 from unisono.graph.program.lowering import ShardedSpec
+from unisono.mesh.gradient_norm import norm_of_shards, scale_to_norm
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.optimizers import load_param_groups
 from unisono.mesh.placement import Placements, Replicate, local_shape, local_slice, shard_dim
@@ -151,15 +152,8 @@ class ProgramShards:
 
     def gradient_norm(self) -> torch.Tensor:
         """The norm of all gradients of the full model, in float64. Every rank calls it."""
-        squares = [
-            torch.linalg.vector_norm(parameter.grad).double().square()
-            for name, parameter in self.parameters.items()
-            if parameter.grad is not None and parameter.grad.numel() and self._counts(name)
-        ]
-        comm = self.mesh.comm()
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
-        total = total.to(comm.device)
-        return (comm.all_reduce(total) if comm.size > 1 else total).sqrt()
+        counted = [each.grad for name, each in self.parameters.items() if each.grad is not None and self._counts(name)]
+        return norm_of_shards(counted, self.mesh.comm())
 
     def _counts(self, name: str) -> bool:
         """Of the ranks that hold the same shard, the first along each axis counts it."""
@@ -170,8 +164,5 @@ class ProgramShards:
     def clip(self, largest: float) -> torch.Tensor:
         """Scale gradients so that their norm is at most `largest`, as torch.nn.utils.clip_grad_norm_ does."""
         norm = self.gradient_norm()
-        factor = (largest / (norm + 1e-6)).clamp(max=1.0)
-        for parameter in self.parameters.values():
-            if parameter.grad is not None:
-                parameter.grad.detach().mul_(factor.to(parameter.grad.device, parameter.grad.dtype))
+        scale_to_norm([each.grad.detach() for each in self.parameters.values() if each.grad is not None], norm, largest)
         return norm

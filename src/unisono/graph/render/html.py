@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
+from unisono.amounts import format_bytes, format_ranks
 from unisono.graph.render.colours import COLOURS, OTHER, colour_of
-from unisono.graph.render.communication import ranks_text
 from unisono.graph.render.listing import CollectiveStep, ListedInput, ListedOp, Listing
-from unisono.graph.render.sizes import size_text
 from unisono.graph.render.text import after_texts, rank_text, total_text
 
 _STYLE = """
@@ -114,7 +113,7 @@ def _given(given: list[ListedInput]) -> Iterator[str]:
 def _row(line: ListedOp) -> Iterator[str]:
     collectives = [collective for collective in (*line.forward, *line.backward) if collective.is_collective]
     words = " ".join((line.serial, line.distributed, line.path, line.source, line.local, line.note and "note"))
-    words += " ".join(f"{collective.kind} ({ranks_text(collective.ranks, ', ')})" for collective in collectives)
+    words += " ".join(f"{collective.kind} ({format_ranks(collective.ranks, ', ')})" for collective in collectives)
     data = f'data-collectives="{int(bool(collectives))}" data-text="{escape(words.lower(), quote=True)}"'
     if line.serial:
         instead = f' <span class="soft">as {escape(line.local)}</span>' if line.local else ""
@@ -147,11 +146,11 @@ def _collective(collective: CollectiveStep) -> str:
     size = (
         ""
         if collective.kind == "send"
-        else size_text(collective.received)
+        else format_bytes(collective.received)
         if collective.is_collective
         else "no communication"
     )
-    ranks = f"ranks ({ranks_text(collective.ranks)})" if collective.is_collective else ""
+    ranks = f"ranks ({format_ranks(collective.ranks)})" if collective.is_collective else ""
     words = " ".join(filter(None, (f"over {', '.join(collective.axes)}", ranks, shapes, collective.detail, size)))
     return f'<b style="background:{colour_of(collective.kind)}">{collective.kind}</b> {escape(words)}'
 
@@ -160,9 +159,9 @@ def _sums(listing: Listing) -> Iterator[str]:
     for title, listed in after_texts(listing):
         yield f"<h1>{title}</h1>"
         for collective in listed:
-            ranks = f"ranks ({ranks_text(collective.ranks)})"
+            ranks = f"ranks ({format_ranks(collective.ranks)})"
             words = escape(
-                f"over {', '.join(collective.axes)} {ranks} {collective.detail} {size_text(collective.received)}"
+                f"over {', '.join(collective.axes)} {ranks} {collective.detail} {format_bytes(collective.received)}"
             )
             badge = f'<b style="background:{colour_of(collective.kind)}">{collective.kind}</b>'
             yield f'<div class="collective">{badge} {words}</div>'

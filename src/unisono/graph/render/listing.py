@@ -12,15 +12,29 @@ from torch import fx
 from torch.distributed.tensor import Partial
 
 from unisono.graph.program.lowering import Compute, Lowered, Redistribute, ShardedSpec, used_by
-from unisono.graph.render.communication import CollectiveStep, Shape
 from unisono.graph.render.inside_ops import InnerCollective, collectives_inside, received
 from unisono.graph.rules import target_name
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import Placement, Placements, fair_shape, shard_dim
 from unisono.mesh.route import RouteStep
 
+Shape = tuple[int, ...]
 _UNSHOWN = {"device", "pin_memory", "layout"}
 SHORT = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "int64": "i64", "int32": "i32"}
+
+
+@dataclass(frozen=True)
+class CollectiveStep:
+    """A step of a move, as one rank sees it: a collective, or a slice or the like that needs no other rank."""
+
+    kind: str
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    received: int  # bytes
+    before: Shape  # the local shard
+    after: Shape
+    detail: str  # what is reduced, gathered or sharded
+    is_collective: bool
 
 
 @dataclass(frozen=True)

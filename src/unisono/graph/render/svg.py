@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
+from unisono.amounts import format_bytes, format_ranks
 from unisono.graph.render.colours import COLOURS, OTHER, colour_of
-from unisono.graph.render.communication import ranks_text
 from unisono.graph.render.listing import CollectiveStep, ListedOp, Listing
-from unisono.graph.render.sizes import size_text
 from unisono.graph.render.text import after_texts, rank_text
 
 _ROW, _LANE, _TOP, _LEFT = 26, 16, 84, 20
@@ -128,8 +127,8 @@ def _label(line: ListedOp) -> str:
     if line.serial:
         return f"{line.distributed}  {line.local_shapes}"
     collectives = [collective for collective in (*line.forward, *line.backward) if collective.is_collective]
-    groups = " ".join(dict.fromkeys(f"({ranks_text(collective.ranks)})" for collective in collectives))
-    size = size_text(sum(collective.received for collective in collectives)) if collectives else "no communication"
+    groups = " ".join(dict.fromkeys(f"({format_ranks(collective.ranks)})" for collective in collectives))
+    size = format_bytes(sum(collective.received for collective in collectives)) if collectives else "no communication"
     return " ".join(filter(None, (line.local_shapes or line.distributed, line.placements, groups, size)))
 
 
@@ -149,6 +148,6 @@ def _sums(listing: Listing, text_at: int) -> Iterator[str]:
         y = _y(len(listing.lines) + number + 1)
         yield from _badge(collective, when, _LEFT, y)
         at = _LEFT + 7.4 * len(when + collective.kind) + 16
-        ranks = f"({ranks_text(collective.ranks)})"
-        words = f"over {', '.join(collective.axes)} {ranks} {collective.detail} {size_text(collective.received)}"
+        ranks = f"({format_ranks(collective.ranks)})"
+        words = f"over {', '.join(collective.axes)} {ranks} {collective.detail} {format_bytes(collective.received)}"
         yield f'<text x="{at:.0f}" y="{y + 4}">{escape(words)}</text>'

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.graph.render.communication import ranks_text
+from unisono.amounts import format_bytes, format_ranks
 from unisono.graph.render.listing import CollectiveStep, ListedOp, Listing
-from unisono.graph.render.sizes import size_text
 
 _WIDEST = 64  # columns of the serial side
 
@@ -29,7 +28,7 @@ def total_text(collectives: list[CollectiveStep]) -> str:
     if not kinds:
         return "no collectives"
     listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    return f"{listed}; {size_text(sum(collective.received for collective in collectives))} received"
+    return f"{listed}; {format_bytes(sum(collective.received for collective in collectives))} received"
 
 
 def _head(listing: Listing, title: str) -> Iterator[str]:
@@ -79,12 +78,12 @@ def _both(line: ListedOp, width: int) -> Iterator[str]:
 
 
 def collective_text(collective: CollectiveStep) -> str:
-    ranks = f"({ranks_text(collective.ranks)})"
+    ranks = f"({format_ranks(collective.ranks)})"
     shapes = f"{_shape(collective.before)} -> {_shape(collective.after)}"
     size = (
         ""
         if collective.kind == "send"
-        else f", {size_text(collective.received)}"
+        else f", {format_bytes(collective.received)}"
         if collective.is_collective
         else ", no communication"
     )
@@ -102,8 +101,8 @@ def _foot(listing: Listing) -> Iterator[str]:
     for title, listed in after_texts(listing):
         yield title
         for collective in listed:
-            ranks = f"({ranks_text(collective.ranks)})"
-            size = size_text(collective.received)
+            ranks = f"({format_ranks(collective.ranks)})"
+            size = format_bytes(collective.received)
             yield f"  {collective.kind} over {', '.join(collective.axes)} {ranks}: {collective.detail}, {size}"
 
 

@@ -14,15 +14,19 @@ import importlib.util
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
 from unisono.errors import UsageError
 from unisono.mesh.global_index import Part, Runs, runs_of
 from unisono.mesh.random.philox import PhiloxStream, torch_words
+
+if TYPE_CHECKING:
+    from unisono.mesh.random.step_keys import StepKeys
 
 # How many random bits a number in [0, 1) of each dtype has.
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
@@ -40,13 +44,15 @@ class Draw:
     identity: tuple[object, ...]
     shape: tuple[int, ...]
     parts: Mapping[int, Part]
+    keys: StepKeys | None = None  # which give its streams
 
     @property
     def runs(self) -> Runs:
         return runs_of(self.shape, self.parts)
 
     def stream(self, lane: int = 0) -> PhiloxStream:
-        return PhiloxStream.of(*self.identity, lane)
+        stream_of = PhiloxStream.of if self.keys is None else self.keys.stream
+        return stream_of(*self.identity, lane)
 
     def words(self, device: torch.device, lane: int = 0) -> torch.Tensor:
         """Random int32 words in the shape of the call; lanes are independent of each other."""
@@ -66,7 +72,7 @@ class Draw:
 
     def normal(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         first = self.uniform(torch.float64, device)
-        second = Draw((*self.identity, "second"), self.shape, self.parts).uniform(torch.float64, device)
+        second = replace(self, identity=(*self.identity, "second")).uniform(torch.float64, device)
         return normal_from_uniform(first, second).to(dtype)
 
     def keep(self, p: float, device: torch.device) -> torch.Tensor:
@@ -89,6 +95,12 @@ def words(stream: PhiloxStream, runs: Runs, device: torch.device) -> torch.Tenso
         return torch.empty(0, dtype=torch.int32, device=device)
     if device.type == "cuda" and (gpu := gpu_kernels()) is not None:
         return gpu.words(stream, runs, device)
+    if stream.row is not None:
+        where = device.type + (" without triton" if device.type == "cuda" else "")
+        raise UsageError(
+            f"cudagraph=True, but the model draws random numbers on {where}, which a replayed step would not draw "
+            "anew; draw them on the GPU, as torch.rand(..., device=x.device), or leave cudagraph out"
+        )
     if device.type != "cpu":
         return torch_words(stream, runs, device)
     if (cpu := compiled()) is not None:
@@ -158,7 +170,7 @@ def log(x: torch.Tensor) -> torch.Tensor:
 def cos_of_turns(x: torch.Tensor) -> torch.Tensor:
     """cos(2 pi x) for x in [0, 1), from Taylor's series of cosine and sine on [0, pi/4]."""
     x = torch.where(x > 0.5, 1 - x, x)  # the other half mirrors
-    sign = torch.where(x > 0.25, -1.0, 1.0).to(x.dtype)
+    sign = 1 - 2 * (x > 0.25).to(x.dtype)  # where() would copy its numbers to a GPU, and wait
     x = torch.where(x > 0.25, 0.5 - x, x)
     angle = torch.where(x > 0.125, 0.25 - x, x) * (2 * math.pi)
     square = angle * angle

@@ -52,7 +52,8 @@ def scaled(x: torch.Tensor, draw: Draw, p: float) -> torch.Tensor:
 
 
 def _noise(draw: Draw, p: float, like: torch.Tensor) -> torch.Tensor:
-    if like.is_cpu and like.dtype in (torch.float32, torch.float64) and (kernels := compiled()) is not None:
+    is_plain = like.is_cpu and like.dtype in (torch.float32, torch.float64) and draw.keys is None
+    if is_plain and (kernels := compiled()) is not None:
         made: torch.Tensor = kernels.noise(draw.stream(), draw.runs, drop_limit(p), 1 / (1 - p), like.dtype)
         return made.view(draw.shape)
     return draw.keep(p, like.device).to(like.dtype).mul_(1 / (1 - p))

@@ -11,7 +11,7 @@ numba; philox_gpu.py in triton. draw.py chooses between them.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -31,12 +31,18 @@ class PhiloxStream:
 
     key: tuple[int, int]
     counter: tuple[int, int]
+    row: torch.Tensor | None = field(default=None, compare=False)  # where a GPU reads `words` instead: see step_keys.py
 
     @classmethod
     def of(cls, *identity: object) -> PhiloxStream:
         digest = hashlib.blake2b("\0".join(map(str, identity)).encode(), digest_size=16).digest()
         a, b, c, d = (int.from_bytes(digest[i : i + 4], "little") for i in (0, 4, 8, 12))
         return cls((a, b), (c, d))
+
+    @property
+    def words(self) -> list[int]:
+        """Key and counter as four int32."""
+        return [word - (1 << 32) if word >> 31 else word for word in (*self.key, *self.counter)]
 
 
 def torch_words(stream: PhiloxStream, runs: Runs, device: torch.device) -> torch.Tensor:

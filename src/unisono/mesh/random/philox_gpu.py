@@ -75,13 +75,20 @@ def _kernel(  # type: ignore[no-untyped-def]
     key1,
     counter0,
     counter1,
+    row,
+    FROM_ROW: tl.constexpr,
     SINGLE: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """The words of the elements, or with DROPOUT the elements of x, those whose word is below `limit` made 0."""
+    """The words of the elements, or with DROPOUT the elements of x, those whose word is below `limit` made 0.
+
+    With FROM_ROW the stream is in memory, because it is not known yet when the kernel is launched: see step_keys.py."""
+    if FROM_ROW:
+        key0, key1 = tl.load(row), tl.load(row + 1)
+        counter0, counter1 = tl.load(row + 2), tl.load(row + 3)
     begin = tl.program_id(0).to(tl.int64) * BLOCK if WIDE else tl.program_id(0) * BLOCK
     offset = begin + tl.arange(0, BLOCK)
     if ALIGNED:
@@ -120,22 +127,20 @@ def _grid(runs: Runs) -> tuple[int]:
 def _arguments(stream: PhiloxStream, runs: Runs, device: torch.device) -> dict[str, object]:
     single = len(runs.starts) == 1
     start = int(runs.starts[0]) if single else 0
+    key0, key1, counter0, counter1 = stream.words
     return {
         "starts": None if single else runs.starts_on(device),
         "start": start,
         "count": runs.count,
         "length": runs.length,
-        "key0": _signed(stream.key[0]),
-        "key1": _signed(stream.key[1]),
-        "counter0": _signed(stream.counter[0]),
-        "counter1": _signed(stream.counter[1]),
+        "key0": key0,
+        "key1": key1,
+        "counter0": counter0,
+        "counter1": counter1,
+        "row": stream.row,
+        "FROM_ROW": stream.row is not None,
         "SINGLE": single,
         "ALIGNED": single and start % 4 == 0,
         "BLOCK": _BLOCK,
         "WIDE": runs.count > (1 << 31) - _BLOCK,  # else 32-bit divisions do, which are far quicker
     }
-
-
-def _signed(word: int) -> int:
-    """The same 32 bits as an int32, the one type that triton then sees."""
-    return word - (1 << 32) if word >> 31 else word

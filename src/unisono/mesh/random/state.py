@@ -48,6 +48,7 @@ from unisono.mesh.random import dropout as dropouts
 from unisono.mesh.random import random_functions
 from unisono.mesh.random.active import entered_states
 from unisono.mesh.random.draw import Draw
+from unisono.mesh.random.step_keys import StepKeys
 from unisono.torch_compat import MODULE_CALL, SPARE_KEYS, exclude_key, in_backward
 
 KINDS = ("dropout", "attention")
@@ -88,6 +89,7 @@ class RandomState:
         self.full_samples = 1
         self.refuses_unfollowed = False  # whether draws from torch's own generator are refused; see random_ops.py
         self.is_new = True  # until it has been entered and left
+        self.keys: StepKeys | None = None  # of the streams of a step that is, or will be, a CUDA graph
         self._caller: str | None = None  # the module that draws, where no frame shows it
         self.step = step
 
@@ -105,11 +107,6 @@ class RandomState:
         self._calls: Counter[str] = Counter()
         self._calls_before: Counter[str] | None = None  # before the first of the microbatches that follow each other
         self._remembered: dict[int, Draw] = {}
-
-    @property
-    def has_drawn(self) -> bool:
-        """Whether random numbers were drawn in this step."""
-        return bool(self._calls)
 
     def name_modules(self, model: torch.nn.Module, prefix: str = "") -> None:
         """Identify calls by module name, so that a rank that runs only some of the modules draws the same numbers.
@@ -250,7 +247,7 @@ class RandomState:
         key = (site, self._calls[site])
         self._calls[site] += 1
         held = self._held(key, shape, kind, like, may_be_full) if parts is None else parts
-        made = Draw((self.seed, self._step, *key), tuple(shape), held)
+        made = Draw((self.seed, self._step, *key), tuple(shape), held, self.keys)
         self._remembered[token] = made
         return made
 

@@ -1,6 +1,6 @@
 """What cannot be right under a plan, found and refused before ranks communicate.
 
-samples          where samples are, and whether the model keeps them apart
+samples          where samples are, and whether the model keeps them apart (sample_comparison)
 tokenwise        whether the model works token by token, for sp and cp
 preview          whether the loss takes what the model returns
 separable        torch's layers that depend on the shards of a batch

@@ -141,7 +141,7 @@ class ParameterReads(TorchFunctionMode):
         unit = self._units.get(id(parameter))
         if owners is not None and not any(module in owners and not _borrows(module) for module in _running()):
             reason = "of which each rank holds a shard"
-            keep = f'keep it full with the rule {{"{_layer(name)}": "whole"}}, or use a plan without tp and ep'
+            keep = f'keep it full with the rule {{"{_layer(name)}": "replicate"}}, or use a plan without tp and ep'
         elif unit is not None and not unit.is_full:
             reason = "which ZeRO 3 gathers for its own module only"
             keep = "use zero=2 or less"

@@ -35,6 +35,18 @@ from unisono.errors import UsageError
 from unisono.mesh.global_index import Part
 from unisono.mesh.random.state import Key, RandomState, SampleDim
 from unisono.mesh.side_effects import no_side_effects
+from unisono.parallel.checks.sample_comparison import (
+    FirstDifference,
+    Found,
+    Written,
+    are_close,
+    are_same,
+    copied,
+    found_output_dims,
+    is_inexact,
+    matches,
+    noting,
+)
 from unisono.parallel.expert.even_experts import evenly_visited
 from unisono.parallel.expert.expert import MoE, collect_aux
 from unisono.parallel.inputs import call, cloned
@@ -43,11 +55,10 @@ from unisono.parallel.meta.shadow import OnMeta
 from unisono.parallel.meta.shapes import KnownShapes
 from unisono.parallel.pipeline.parameter_usage import left_as_it_was
 from unisono.parallel.pipeline.rehearsal import device_of
-from unisono.parallel.share import BatchDim, batch_size_of, batch_slice, dims_of, inputs_dim, samples_between
+from unisono.parallel.share import BatchDim, batch_size_of, batch_slice, dims_of, inputs_dim
 
 _FEW = 4
 _SMALL_META = 2 * 10**6  # parameters of a model without values that is given some to be tried
-_TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -124,7 +135,7 @@ class _SampleTrial:
     def __init__(self, model: nn.Module, job: _Job, has_values: bool = True) -> None:
         self._model, self._job, self._has_values = model, job, has_values
         self._watch = _Watch(model, job.batch_size, has_values)
-        self._written: dict[str, _Written] = {}  # buffers that the last run has changed
+        self._written: dict[str, Written] = {}  # buffers that the last run has changed
 
     def found(self) -> Samples | None:
         versions = {name: parameter._version for name, parameter in self._model.named_parameters()}
@@ -154,7 +165,7 @@ class _SampleTrial:
         except Exception:  # whatever a model raises here, its first step will raise too
             return None
         self._require_draws_found()
-        output_dims = _found_output_dims(full, parts[0], self._job.batch_size, len(self._job.halves[0]))
+        output_dims = found_output_dims(full, parts[0], self._job.batch_size, len(self._job.halves[0]))
         if not self._has_values:
             self._watch.require_certain_order(output_dims)
             self._require_no_comparison(full, parts[0], output_dims)
@@ -191,9 +202,9 @@ class _SampleTrial:
     def _buffers(self) -> dict[str, torch.Tensor]:
         return {name: buffer.detach().clone() for name, buffer in self._model.named_buffers() if not buffer.is_meta}
 
-    def _changed(self, before: dict[str, torch.Tensor]) -> dict[str, _Written]:
+    def _changed(self, before: dict[str, torch.Tensor]) -> dict[str, Written]:
         pairs = ((name, before.get(name), value) for name, value in self._buffers().items())
-        return {name: _Written(old, new) for name, old, new in pairs if old is not None and not _are_same(old, new)}
+        return {name: Written(old, new) for name, old, new in pairs if old is not None and not are_same(old, new)}
 
     # ---- what is refused -----------------------------------------------------------------------------------------
 
@@ -217,7 +228,7 @@ class _SampleTrial:
             "microbatches=1"
         ) from error
 
-    def _require_free_of_samples(self, written: dict[str, _Written]) -> None:
+    def _require_free_of_samples(self, written: dict[str, Written]) -> None:
         """`written` by a run on all samples, and other values by the last run, on a half of them."""
         for name, by_all in written.items():
             mine = self._written.get(name)
@@ -246,12 +257,12 @@ class _SampleTrial:
         for held, part in zip(self._job.halves, parts, strict=True):
             pairs = zip(tree_flatten_with_path(full)[0], tree_leaves(part), output_dims, strict=len(output_dims) > 0)
             for number, ((path, full_value), mine, where) in enumerate(pairs):
-                if not isinstance(full_value, torch.Tensor) or not _is_inexact(full_value):
+                if not isinstance(full_value, torch.Tensor) or not is_inexact(full_value):
                     continue
                 if where is not None and where.dim is not None:
-                    if not _matches(mine, full_value, held, self._job.batch_size):
+                    if not matches(mine, full_value, held, self._job.batch_size):
                         raise self._mixing()
-                elif not _are_close(mine, full_value):
+                elif not are_close(mine, full_value):
                     found[number] = SampleDim(full_value.ndim, None)
                     if self._is_used(full, number):
                         raise self._made_of_all(keystr(path), full_value, mine)
@@ -324,11 +335,11 @@ class _SampleTrial:
     def _first_mixing(self) -> str:
         """The first module of the forward pass at which a half of the samples gives other values than all of them."""
         events: list[tuple[str, Any]] = []
-        with _noting(self._model, lambda point, values: events.append((point, _copied(values)))):
+        with noting(self._model, lambda point, values: events.append((point, copied(values)))):
             self._run(range(self._job.batch_size))
         for held in self._job.halves:
-            found = _FirstDifference(events, held, self._job.batch_size)
-            with contextlib.suppress(_Found), _noting(self._model, found.meet):
+            found = FirstDifference(events, held, self._job.batch_size)
+            with contextlib.suppress(Found), noting(self._model, found.meet):
                 self._run(held)
             if found.point:
                 return found.point
@@ -438,148 +449,6 @@ class _RandomCall:
         interleaved = (all_of_it.view(times, batch_size)[:, held.start : held.stop].reshape(-1) - mine).abs().max()
         consecutive = (all_of_it.view(batch_size, times)[held.start : held.stop].reshape(-1) - mine).abs().max()
         return bool(interleaved * 10 < consecutive), True
-
-
-# ---- comparing -------------------------------------------------------------------------------------------------------
-
-
-def _found_output_dims(full: Any, part: Any, batch_size: int, held: int) -> tuple[SampleDim | None, ...]:
-    """Where samples are in every leaf, given outputs for all of them and for the first ones; nothing where the latter
-    are of another form altogether."""
-    leaves, spec = tree_flatten(full)
-    others, other_spec = tree_flatten(part)
-    if spec != other_spec:
-        return ()
-    found: list[SampleDim | None] = []
-    for full_value, mine in zip(leaves, others, strict=True):
-        if not isinstance(full_value, torch.Tensor):
-            found.append(None)
-            continue
-        if full_value.ndim != mine.ndim:
-            return ()
-        changed = [dim for dim, size in enumerate(mine.shape) if size != full_value.shape[dim]]
-        if any(mine.shape[dim] * batch_size != full_value.shape[dim] * held for dim in changed):
-            return ()
-        if len(changed) > 1:  # samples by samples, as a matrix of similarities is
-            found.append(SampleDim(full_value.ndim, None))
-            continue
-        found.append(_first_fitting(mine, full_value, changed[0], batch_size, held) if changed else None)
-    return tuple(found)
-
-
-def _first_fitting(mine: torch.Tensor, full_value: torch.Tensor, dim: int, batch_size: int, held: int) -> SampleDim:
-    orders = [SampleDim(full_value.ndim, dim), SampleDim(full_value.ndim, dim, alternates=True)]
-    if full_value.is_meta or full_value.shape[dim] == batch_size:
-        return orders[0]
-    fitting = (order for order in orders if _are_close(mine, samples_between(full_value, order, batch_size, 0, held)))
-    return next(fitting, orders[0])
-
-
-def _matches(mine: torch.Tensor, full_value: torch.Tensor, held: range, batch_size: int) -> bool:
-    """Whether a part's tensor is that part of the full batch's one, along any dim that follows the number of samples;
-    also where they cannot be compared because of their shapes."""
-    changed = [
-        dim
-        for dim in range(full_value.ndim)
-        if mine.ndim == full_value.ndim and mine.shape[dim] != full_value.shape[dim]
-    ]
-    if not changed and mine.ndim == full_value.ndim:
-        return _are_close(mine, full_value)
-    if len(changed) != 1 or mine.shape[changed[0]] * batch_size != full_value.shape[changed[0]] * len(held):
-        return True
-    orders = [SampleDim(full_value.ndim, changed[0]), SampleDim(full_value.ndim, changed[0], alternates=True)]
-    return any(
-        _are_close(mine, samples_between(full_value, order, batch_size, held.start, held.stop)) for order in orders
-    )
-
-
-def _is_inexact(x: torch.Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
-
-
-def _are_close(mine: torch.Tensor, expected: torch.Tensor) -> bool:
-    if mine.shape != expected.shape or mine.dtype != expected.dtype:
-        return False
-    if not mine.numel() or not _is_inexact(mine):
-        return True
-    finite = expected[expected.isfinite()].abs()
-    scale = float(finite.max()) if finite.numel() else 0.0
-    tolerance = _TOLERANCE.get(mine.real.dtype, 2e-3)
-    return torch.allclose(mine, expected, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
-
-
-@dataclass(frozen=True)
-class _Written:
-    """A buffer before and after a forward pass."""
-
-    old: torch.Tensor
-    new: torch.Tensor
-
-    def differs_from(self, other: _Written) -> bool:
-        if self.new.shape != other.new.shape or not self.new.is_floating_point():
-            return not _are_same(self.new, other.new)
-        change = (self.new - self.old).abs().max() if self.new.shape == self.old.shape else self.new.abs().max()
-        return bool((self.new - other.new).abs().max() > 1e-2 * change)
-
-
-def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
-
-
-# ---- where samples are mixed -----------------------------------------------------------------------------------------
-
-
-class _Found(Exception):
-    """The first difference."""
-
-
-class _FirstDifference:
-    """Compares what comes into and out of modules in one run with what did in another."""
-
-    def __init__(self, events: list[tuple[str, Any]], held: range, batch_size: int) -> None:
-        self._events, self._held, self._batch_size = events, held, batch_size
-        self._next = 0
-        self.point = ""
-
-    def meet(self, point: str, values: list[torch.Tensor]) -> None:
-        if self._next >= len(self._events) or self._events[self._next][0] != point:
-            raise _Found  # another way through the model: nothing is known
-        full_tensors = self._events[self._next][1]
-        self._next += 1
-        for mine, full_value in zip(values, full_tensors, strict=False):
-            if not _matches(mine, full_value, self._held, self._batch_size):
-                self.point = f"it shows first in {point}"
-                raise _Found
-
-
-@contextlib.contextmanager
-def _noting(model: nn.Module, note: Callable[[str, list[torch.Tensor]], None]) -> Iterator[None]:
-    """In the block, `note` is given what comes into and out of every module."""
-
-    def into(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        note(f"the input of {name}", _floats((args, kwargs)))
-
-    def out_of(name: str, module: nn.Module, _: Any, outputs: Any) -> None:
-        note(f"the output of {name} ({type(module).__name__})", _floats(outputs))
-
-    hooks: list[Any] = []
-    for name, module in model.named_modules():
-        if name:
-            hooks.append(module.register_forward_pre_hook(partial(into, name), with_kwargs=True))
-            hooks.append(module.register_forward_hook(partial(out_of, name)))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _floats(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and _is_inexact(leaf)]
-
-
-def _copied(values: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [value.detach().clone() for value in values]
 
 
 # ---- runs that leave no trace ----------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@
     backends.py    inductor, or AOTAutograd alone; what they must not compute again
     eager_op.py    an op that runs a Python function eagerly within a compiled graph, with its gradient
     collectives.py tensor parallelism in a graph: markers that Dynamo records, and the collectives that they become
-    collective_ops.py  all_reduce, all_gather and reduce_scatter as ops
     loss.py        the loss, also where its means are over the global batch
     cuda_graph.py  a training step on one GPU, captured once and replayed
 

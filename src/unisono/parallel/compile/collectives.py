@@ -14,8 +14,6 @@ Their forwards and backwards are ops (`unisono::all_reduce` and others), as auto
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -23,11 +21,11 @@ from typing import Any, Protocol
 import torch
 
 from unisono.comm.communicator import Communicator
+from unisono.mesh import autograd_collectives
+from unisono.mesh.collective_ops import EAGER_ONLY, Numbered
 from unisono.mesh.global_index import Part
 from unisono.mesh.random.active import active_state
 from unisono.mesh.random.state import Key, Locate
-from unisono.parallel import autograd_collectives
-from unisono.parallel.compile.collective_ops import EAGER_ONLY
 from unisono.parallel.layout import Split
 
 
@@ -50,17 +48,14 @@ class TracedRegion(Protocol):
     ) -> dict[int, Part]: ...
 
 
-_numbers = itertools.count()
-_regions: weakref.WeakValueDictionary[int, TracedRegion] = weakref.WeakValueDictionary()
+_regions: Numbered[TracedRegion] = Numbered()
 _features: dict[Hashable, int] = {}
 _feature_sets: list[tuple[Sequence[int], Split | None]] = []
 
 
 def register(region: TracedRegion) -> int:
     """The number of a region in graphs."""
-    number = next(_numbers)
-    _regions[number] = region
-    return number
+    return _regions.add(region)
 
 
 def features_number(totals: Sequence[int], packed: Split | None) -> int:

@@ -11,7 +11,8 @@ buffers that the graph reads. Batches of other shapes, as the last one of an epo
 A replay runs no Python. So what the host decides anew in every step is refused or, where it changes between steps, has
 the step captured again: see `_Recorded`. Learning rates alone are tensors in the graph, because schedulers change them
 in every step; in `optimizer.param_groups` they stay numbers. Random numbers depend on the number of the step, which is
-the host's: models that draw some are refused.
+the host's: it writes what becomes of it into a table before each replay, and kernels read that, so that dropout masks
+are those of eager steps (mesh/random/step_keys.py).
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from unisono.errors import UsageError
 from unisono.mesh.optimizers import is_unisonos
+from unisono.mesh.random.state import RandomState
+from unisono.mesh.random.step_keys import StepKeys
 from unisono.parallel.precision import Precision
 from unisono.plan.plan import Plan
 
@@ -40,21 +43,22 @@ Step = Callable[[tuple[Any, Any]], tuple[torch.Tensor, torch.Tensor | None]]
 class GraphedStep:
     """Runs `step(batch)`, which returns the loss and the gradients' norm, from a CUDA graph where it can.
 
-    has_drawn: whether the last run of it has drawn random numbers.
+    random: of the numbers that the step draws.
     """
 
-    def __init__(self, step: Step, model: nn.Module, optimizer: Optimizer, has_drawn: Callable[[], bool]) -> None:
+    def __init__(self, step: Step, model: nn.Module, optimizer: Optimizer, random: RandomState) -> None:
         self._step = step
         self._model = model
         self._optimizer = optimizer
-        self._has_drawn = has_drawn
+        self._keys = StepKeys(random, torch.device("cuda", torch.cuda.current_device()))
         self._side = torch.cuda.Stream()
         self._shapes: Any = None  # of the batches that are counted, and then captured
         self._seen = 0
         self._captures = 0
         self._captured: _Captured | None = None
 
-    def __call__(self, batch: tuple[Any, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def __call__(self, batch: tuple[Any, Any], number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """number: of the step."""
         leaves, structure = tree_flatten(batch)
         shapes = (structure, [_shape_of(leaf) for leaf in leaves])
         if self._shapes is None:
@@ -64,41 +68,37 @@ class GraphedStep:
                 return self._step(batch)
         if self._seen < WARM_UP:
             self._seen += 1
-            return self._warmed_up(batch)
+            return self._warmed_up(batch, number)
         if self._captured is None or not self._captured.recorded.holds(self._model, self._optimizer):
             self.forget()
             self._captures += 1
             if self._captures > MOST_CAPTURES:
                 _warn(f"settings of the model or the optimizer have changed {MOST_CAPTURES} times since step {WARM_UP}")
-                return self(batch)
+                return self(batch, number)
             try:
-                self._captured = self._capture(leaves, structure)
+                self._captured = self._capture(leaves, structure, number)
             except UsageError:
                 raise
             except Exception as error:
                 self._captures = MOST_CAPTURES + 1
                 _warn(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
-                return self(batch)
+                return self(batch, number)
+        self._keys.write(number)
         return self._captured.replay(leaves, self._optimizer)
 
     def forget(self) -> None:
         """What was captured is void: parameters or the optimizer's state may be in other memory."""
         self._captured = None
 
-    def _warmed_up(self, batch: tuple[Any, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _warmed_up(self, batch: tuple[Any, Any], number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         _require_no_hooks(self._model, self._optimizer)
         self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side), self._capturable():
+        with torch.cuda.stream(self._side), self._capturable(), self._keys.used(number):
             out = self._step(batch)
         torch.cuda.current_stream().wait_stream(self._side)
-        if self._has_drawn():
-            raise UsageError(
-                "cudagraph=True, but the model draws random numbers, as dropout does, which depend on the number of "
-                "the step, and a replayed step cannot know it; set dropout to 0, or leave cudagraph out"
-            )
         return out
 
-    def _capture(self, leaves: list[Any], structure: Any) -> _Captured:
+    def _capture(self, leaves: list[Any], structure: Any, number: int) -> _Captured:
         _require_no_hooks(self._model, self._optimizer)
         held = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         recorded = _Recorded.of(self._model, self._optimizer)
@@ -108,7 +108,7 @@ class GraphedStep:
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         before = generator.clone_state()
         try:
-            with self._capturable(), _rates_as_tensors(self._optimizer) as rates, capture:
+            with self._capturable(), _rates_as_tensors(self._optimizer) as rates, capture, self._keys.used(number):
                 loss, norm = self._step(tree_unflatten(held, structure))
         except BaseException:
             generator.graphsafe_set_state(before)  # a capture that fails leaves it as if it went on
@@ -259,7 +259,7 @@ def require_capturable(plan: Plan, model: nn.Module, precision: Precision) -> No
     require_capturable_plan(plan)
     without = _WITHOUT
     if precision.name == "fp16":
-        raise UsageError(f'cudagraph=True with precision="fp16", whose loss scale is chosen on the host{without} bf16')
+        raise UsageError(f'cudagraph=True captures steps that are never skipped, but precision="fp16"{without} bf16')
     if precision.master is None:
         raise UsageError(f"cudagraph=True with master=none, whose rounding depends on the step{without} master=fp32")
     if any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in model.parameters()):

@@ -17,8 +17,6 @@ in inductor's cache are found only where they mean the same.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,6 +25,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from unisono.errors import UsageError
+from unisono.mesh.collective_ops import Numbered
 from unisono.torch_compat import no_tracing, with_autograd
 
 Run = Callable[[Callable[[], Any]], Any]
@@ -65,8 +64,7 @@ class EagerCall:
 
 
 _calls: dict[str, EagerCall] = {}
-_numbers = itertools.count(1)
-_kept: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
+_kept: Numbered[_Kept] = Numbered()
 
 
 class _Kept(bytearray):
@@ -112,10 +110,8 @@ def _eager(tensors: list[torch.Tensor], call: str, needs: list[bool], after: tor
     kept = _Kept(8)
     (result,) = _unshared([output.detach()], tensors)
     if output.requires_grad:
-        number = next(_numbers)
-        kept[:] = number.to_bytes(8, "little")
+        kept[:] = _kept.add(kept).to_bytes(8, "little")
         kept.outputs, kept.inputs = [output], inputs
-        _kept[number] = kept
     return [result, torch.frombuffer(kept, dtype=torch.int64)]
 
 

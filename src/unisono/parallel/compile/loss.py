@@ -8,7 +8,6 @@ are known when the graph runs. What this part of the batch counts is a further o
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +20,6 @@ from unisono.parallel.compile.regions import (
     Compilation,
     Runners,
     can_be_compiled,
-    failure_of,
     modes_in_graph,
     plain_for_dynamo,
 )
@@ -37,9 +35,9 @@ class CompiledLoss:
     def __init__(self, loss: Callable[[Any, Any], torch.Tensor], compilation: Compilation) -> None:
         self.loss = loss
         self.__name__ = getattr(loss, "__name__", type(loss).__name__)
+        self._name = f"the loss {self.__name__}"
         self._compilation = compilation
         self._runners = Runners(self._compile)
-        self._has_failed = False
         self._modes: Sequence[TorchFunctionMode] = ()
         self._normalizer: LossNormalizer | None = None
         self.totals: Sequence[Count] = ()  # of the call that runs
@@ -47,7 +45,7 @@ class CompiledLoss:
 
     def __call__(self, outputs: Any, targets: Any) -> torch.Tensor:
         modes = modes_in_graph()
-        if modes is None or self._has_failed or not can_be_compiled((outputs, targets)):
+        if modes is None or self._name in self._compilation.failures or not can_be_compiled((outputs, targets)):
             return self.loss(outputs, targets)
         self._compilation.has_begun = False
         try:
@@ -55,9 +53,7 @@ class CompiledLoss:
         except Exception as error:
             if self._compilation.has_begun:
                 raise
-            self._has_failed = True
-            reason = self._compilation.failures[f"the loss {self.__name__}"] = failure_of(error)
-            warnings.warn(f"the loss {self.__name__} cannot be compiled and runs eagerly: {reason}", stacklevel=2)
+            self._compilation.note_failure(self._name, error)
         return self.loss(outputs, targets)
 
     def _run(self, outputs: Any, targets: Any, modes: Sequence[TorchFunctionMode]) -> torch.Tensor:

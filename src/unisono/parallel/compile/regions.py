@@ -27,6 +27,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from unisono.amounts import format_seconds
 from unisono.mesh.random.active import active_state
 from unisono.mesh.random.state import RandomState
 from unisono.parallel.blocks import is_container, outermost_lists
@@ -110,6 +111,12 @@ class Compilation:
 
         return run
 
+    def note_failure(self, name: str, error: Exception) -> None:
+        """What cannot be compiled runs eagerly from now on; one warning has the first reason."""
+        self.failures[name] = failure_of(error)
+        if len(self.failures) == 1:
+            warnings.warn(f"{name} cannot be compiled and runs eagerly: {self.failures[name]}", stacklevel=3)
+
     def _site(self, region: CompiledRegion, modules: dict[str, nn.Module], node: fx.Node) -> str:
         """The innermost named module that makes a call, as an attribute of the region's module."""
         paths = {module: path for path, module in region.module.named_modules()}
@@ -122,7 +129,8 @@ class Compilation:
         if not self.regions:
             return "nothing to compile"
         compiled = sum(region.name not in self.failures for region in self.regions)
-        text = f"compiled {compiled} of {len(self.regions)} regions in {self.graphs} graphs: {self.seconds:.0f} s"
+        text = f"compiled {compiled} of {len(self.regions)} regions in {self.graphs} graphs: "
+        text += format_seconds(self.seconds, "s", 0)
         for name, reason in list(self.failures.items())[:1]:
             text += f"; {name} runs eagerly: {reason}"
         return text
@@ -171,15 +179,9 @@ class CompiledRegion:
         except Exception as error:
             if self._compilation.has_begun:
                 raise  # of the region itself, not of its compilation
-            self._compilation.failures[self.name] = failure_of(error)
+            self._compilation.note_failure(self.name, error)
         finally:
             _running.pop()
-        if len(self._compilation.failures) == 1:
-            warnings.warn(
-                f"{self.name} cannot be compiled and runs eagerly: {self._compilation.failures[self.name]}",
-                UserWarning,
-                stacklevel=2,
-            )
         return self._forward(*args, **kwargs)
 
 

@@ -37,14 +37,14 @@ from torch.utils._pytree import tree_map
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UnisonoError, UsageError
+from unisono.mesh import autograd_collectives
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random.active import active_state
-from unisono.parallel import autograd_collectives
 from unisono.parallel.blocks import find_output_blocks, not_called, some_of_the_tokens
 from unisono.parallel.context.sharded_attention import ShardedAttention
 from unisono.parallel.context.tokens import Tokens
 from unisono.parallel.context.views import TokenViews
-from unisono.parallel.loss.loss import part_of, shifted
+from unisono.parallel.loss.loss_parts import part_of, shifted
 from unisono.parallel.share import share
 from unisono.plan.plan import CONTEXT
 

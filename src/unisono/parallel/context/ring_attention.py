@@ -21,7 +21,7 @@ import torch
 from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.errors import UsageError
-from unisono.parallel.autograd_collectives import first_order_only
+from unisono.mesh.autograd_collectives import first_order_only
 from unisono.parallel.context.partial_attention import (
     AttentionRules,
     MergedAttention,
@@ -105,8 +105,8 @@ class _RingAttention(torch.autograd.Function):
                     for total, index, share in zip((dq, dk, dv), (rows, columns, columns), shares, strict=True):
                         total.add(index, share)
                 gradients.add(source, _Pair.of(dk.total, dv.total))
-        home = gradients.home()
-        return dq.total.to(q.dtype), home.keys.to(k.dtype), home.values.to(v.dtype), None
+        returned = gradients.returned()
+        return dq.total.to(q.dtype), returned.keys.to(k.dtype), returned.values.to(v.dtype), None
 
 
 class _Sum:
@@ -247,7 +247,7 @@ class _RingGradients:
         self._sent = added  # alive until it has been sent
         self._coming = self._ring.pass_on(added, self._ring.tokens.count((source - 1) % comm.size))
 
-    def home(self) -> _Pair:
+    def returned(self) -> _Pair:
         """The gradients of this rank's own keys and values, complete."""
         assert self._own is not None
         if self._coming is not None:

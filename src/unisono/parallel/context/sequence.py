@@ -37,13 +37,13 @@ from torch.utils._pytree import tree_map
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
+from unisono.mesh import autograd_collectives
+from unisono.mesh.collective_ops import eager_only
 from unisono.mesh.global_index import Part
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random.active import active_state
 from unisono.mesh.random.state import Key, Locate
-from unisono.parallel import autograd_collectives
 from unisono.parallel.blocks import Blocks, find_blocks, not_called, some_of_the_tokens
-from unisono.parallel.compile.collective_ops import eager_only
 from unisono.parallel.compile.regions import compiles, eager_regions
 from unisono.parallel.layout import Split, layout_of
 from unisono.parallel.rules.rules import Styles
@@ -464,7 +464,7 @@ def _require_sound(block_name: str, block: nn.Module, styles: Styles, full: Sequ
         if style is None and (is_linear(module) or isinstance(module, _TOKEN_MIXERS)):
             raise UsageError(
                 f"sequence parallelism would give {inner_name} a shard of the sequence, as no rule shards it; if it "
-                f'works token by token, say so with the rule {{"{_pattern(inner_name)}": "whole"}}, else shard it'
+                f'works token by token, say so with the rule {{"{_pattern(inner_name)}": "replicate"}}, else shard it'
             )
 
 

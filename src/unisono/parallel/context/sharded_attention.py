@@ -24,11 +24,11 @@ import torch
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
+from unisono.mesh.autograd_collectives import gather_to_use
 from unisono.mesh.global_index import Part
 from unisono.mesh.random.active import active_state
 from unisono.mesh.random.draw import Draw
 from unisono.mesh.random.state import RandomState
-from unisono.parallel.autograd_collectives import gather_to_use
 from unisono.parallel.context.partial_attention import merging_dtype
 from unisono.parallel.context.ring_attention import Noise, ring_attention
 from unisono.parallel.context.tokens import Tokens
@@ -269,7 +269,7 @@ class ShardedAttention:
             shape = (*q.shape[:2], len(queries), len(keys))
             if p == 1:
                 return q.new_zeros(shape, dtype=merging_dtype(q.dtype))
-            kept = Draw(draw.identity, shape, parts).keep(p, q.device)
+            kept = Draw(draw.identity, shape, parts, draw.keys).keep(p, q.device)
             return kept.to(merging_dtype(q.dtype)).mul_(1 / (1 - p))
 
         return noise

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
-from unisono.parallel.autograd_collectives import first_order_only
+from unisono.mesh.sharded_batch_norm import normalised, of_channels, scaled, sum_over_batch
 from unisono.plan.plan import DATA
 
 
@@ -127,50 +127,20 @@ def _batch_norm(
     """F.batch_norm of a batch that is on several ranks."""
     if not training:
         return F.batch_norm(input, running_mean, running_var, weight, bias, eps=eps)
-    output, mean, deviations, count = _Normalise.apply(input, eps, comm)
+    output, mean, deviations, count = normalised(input, eps, partial(_statistics, comm), comm.all_reduce)
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
             running_var.lerp_((deviations / (count - 1)).to(running_var.dtype), momentum)
-    if weight is not None:
-        output = output * _wide_as(weight.to(output.dtype), output)
-    if bias is not None:
-        output = output + _wide_as(bias.to(output.dtype), output)
-    return output.to(input.dtype)
+    return scaled(output, weight, bias).to(input.dtype)
 
 
-class _Normalise(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, input: torch.Tensor, eps: float, comm: Communicator
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        wide = input.double() if input.dtype == torch.float64 else input.float()
-        mean, deviations, count = _statistics(wide, comm)
-        scale = torch.rsqrt(deviations / count + eps)
-        normal = (wide - _wide_as(mean, wide)) * _wide_as(scale, wide)
-        ctx.save_for_backward(normal, scale, count)
-        ctx.comm = comm
-        ctx.mark_non_differentiable(mean, deviations, count)
-        ctx.dtype = input.dtype
-        return normal, mean, deviations, count
-
-    @staticmethod
-    @first_order_only("BatchNorm over the global batch", "use a plan without dp and microbatches, or another norm")
-    def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None, None]:
-        normal, scale, count = ctx.saved_tensors
-        sums = torch.stack([_over_batch(gradient), _over_batch(gradient * normal)])
-        ctx.comm.all_reduce(sums)
-        straight, along = sums / count
-        slope = gradient - _wide_as(straight, normal) - normal * _wide_as(along, normal)
-        return (slope * _wide_as(scale, normal)).to(ctx.dtype), None, None
-
-
-def _statistics(wide: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _statistics(comm: Communicator, wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The mean and the sum of squared deviations of each channel, and the count, over all ranks."""
     channels = wide.shape[1]
     here = wide.numel() // channels if channels else 0
-    mean = _over_batch(wide) / max(here, 1)
-    deviations = _over_batch((wide - _wide_as(mean, wide)) ** 2)
+    mean = sum_over_batch(wide) / max(here, 1)
+    deviations = sum_over_batch((wide - of_channels(mean, wide)) ** 2)
     message = torch.cat([mean, deviations, mean.new_tensor([here])])
     everyone = message.new_empty(comm.size, len(message))
     comm.all_gather_into(everyone, message)
@@ -180,14 +150,6 @@ def _statistics(wide: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, t
         raise UsageError(f"BatchNorm needs more than one value a channel to train; the global batch has {int(count)}")
     mean = (counts * means).sum(0) / count
     return mean, (squares + counts * (means - mean) ** 2).sum(0), count
-
-
-def _over_batch(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.sum([dim for dim in range(tensor.ndim) if dim != 1])
-
-
-def _wide_as(channels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return channels.view(1, -1, *[1] * (like.ndim - 2))
 
 
 class GlobalBatchNorm1d(_Global, nn.BatchNorm1d):

@@ -8,16 +8,16 @@ stages is named in `uncounted` on all but one of them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 
 from unisono.errors import UsageError
+from unisono.mesh.gradient_norm import norm_of_shards, scale_to_norm
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.layout import layout_of
-from unisono.torch_compat import clip_grad, foreach_mul_, foreach_norm
+from unisono.torch_compat import clip_grad
 from unisono.torch_patches import PatchSet, original
 
 STAGES = "pp"  # the axis along which ranks hold different parameters, not different shards
@@ -59,19 +59,7 @@ def _full_norm(
         and id(parameter) not in skipped
         and not_first <= {*layout_of(parameter).axes}
     ]
-    stacks = [
-        torch.stack(foreach_norm(alike, norm_type)).double() for alike in _alike(each for each in mine if each.numel())
-    ]
-    comm = mesh.comm()
-    device = stacks[0].device if stacks else comm.device
-    stacked = torch.cat([norms.to(device) for norms in stacks]) if stacks else torch.zeros(1, device=device).double()
-    if math.isinf(norm_type):
-        total = stacked.max()
-        return comm.all_reduce(total.to(comm.device), "max") if comm.size > 1 else total
-    total = stacked.pow(norm_type).sum()
-    if comm.size > 1:
-        total = comm.all_reduce(total.to(comm.device))  # gradients may be in host memory, and comm may be NCCL
-    return total.pow(1.0 / norm_type)
+    return norm_of_shards(mine, mesh.comm(), norm_type)
 
 
 def clip_by_norm(
@@ -93,9 +81,7 @@ def clip_by_norm(
     norm = gradient_norm(parameters, mesh, norm_type, uncounted)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise UsageError(f"the norm of the gradients is {float(norm)}; a loss or a learning rate may be too large")
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for alike in _alike(parameter.grad.detach() for parameter in parameters if parameter.grad is not None):
-        foreach_mul_(alike, factor.to(alike[0].device, alike[0].dtype))
+    scale_to_norm([each.grad.detach() for each in parameters if each.grad is not None], norm, max_norm)
     return norm
 
 
@@ -106,14 +92,6 @@ def clip_by_value(parameters: Iterable[torch.Tensor], limit: float) -> None:
     for parameter in _once(parameters):
         if parameter.grad is not None:
             parameter.grad.detach().clamp_(-limit, limit)
-
-
-def _alike(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Those of one device and dtype together: one call serves them all, where each of its own would cost a launch."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return list(kinds.values())
 
 
 def _once(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

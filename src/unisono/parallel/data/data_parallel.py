@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from unisono.comm.handle import Handle
+from unisono.mesh.bucket import Bucket, bucket_bytes_for, buckets_of
 from unisono.mesh.mesh import Mesh
-from unisono.parallel.data.bucket import Bucket, bucket_bytes_for, buckets_of, summed_axes
 from unisono.parallel.data.reducer import Missing, Reducer
+from unisono.parallel.layout import summed_axes, summed_parameters
 from unisono.parallel.master_weights import MasterWeights
 
 
@@ -74,7 +75,9 @@ class DataParallel(Reducer[FlaggedBucket]):
         self._model = model
         self.masters = masters
         most = bucket_bytes or bucket_bytes_for(model)
-        buckets: list[FlaggedBucket] = buckets_of(list(model.named_parameters()), mesh, most, FlaggedBucket)
+        buckets: list[FlaggedBucket] = buckets_of(
+            summed_parameters(model.named_parameters(), mesh), mesh, most, FlaggedBucket
+        )
         for bucket in buckets:
             bucket.reduce_in(reduce_dtype)
         super().__init__(buckets)
@@ -108,7 +111,7 @@ class DataParallel(Reducer[FlaggedBucket]):
         for name, parameter in self._model.named_parameters():
             yield name, copies.get(name, parameter)
 
-    def _leave(self, bucket: FlaggedBucket) -> Handle:
+    def _reduce_async(self, bucket: FlaggedBucket) -> Handle:
         message = bucket.message()
         seen = [float(id(parameter) in self._seen) for parameter in bucket.parameters]
         flags = bucket.flags(message)
@@ -118,7 +121,7 @@ class DataParallel(Reducer[FlaggedBucket]):
             flags.copy_(torch.tensor(seen))
         return bucket.comm.all_reduce(message, async_op=True)
 
-    def _settle(self, bucket: FlaggedBucket, total: torch.Tensor) -> None:
+    def _store_gradients(self, bucket: FlaggedBucket, total: torch.Tensor) -> None:
         for parameter, slots in zip(bucket.parameters, bucket.slots(total), strict=True):
             parameter.grad = slots[0]
         if any(id(parameter) not in self._seen for parameter in bucket.parameters):

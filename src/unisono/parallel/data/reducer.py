@@ -1,11 +1,13 @@
-"""The reducer: gradients travel in buckets, while the backward still computes others.
+"""The reducer: gradients are reduced in buckets, while the backward still computes others.
 
 A parameter's gradient is ready when autograd has accumulated it. Parameters that become ready about the same time share
-a bucket; a full bucket leaves at once. Buckets leave in one fixed order on every rank, whatever order autograd works
-in, so that ranks whose models took different paths still meet; what is missing when the backward ends leaves as zeros.
+a bucket; a full bucket is sent at once. Buckets are sent in one fixed order on every rank, whatever order autograd
+works in, so that ranks whose models took different paths issue the same collectives; what is missing when the backward
+ends is sent as zeros.
 
-`DataParallel` and `ShardedOptimizer` define what leaving and arriving mean. How often gradients travel in a step is a
-property of the program, not of the data: once for every backward outside `hold`, or once at `finish` if there was none.
+`DataParallel` and `ShardedOptimizer` define the collective (`_reduce_async`) and where its result goes
+(`_store_gradients`). How often gradients are reduced in a step is a property of the program, not of the data: once for
+every backward outside `hold`, or once at `finish` if there was none.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import nn
 from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.errors import UsageError
-from unisono.parallel.data.bucket import Bucket
+from unisono.mesh.bucket import Bucket
 from unisono.torch_compat import at_end_of_backward
 
 Missing = list[tuple[Handle, list[tuple[str, nn.Parameter]]]]  # answers, and to which parameters
@@ -35,18 +37,19 @@ def current_step() -> Reducer[Any] | None:
 
 
 class Reducer(Generic[AnyBucket]):
-    """Sends buckets off during the backward.
+    """Starts the reduction of buckets during the backward.
 
-    Subclasses: `_leave` takes the gradients off a bucket's parameters and sends them; `_settle` gives back the sum of
-    all that arrived in a step. In between parameters hold only what has not been summed yet.
+    Subclasses: `_reduce_async` takes the gradients off a bucket's parameters and starts their reduction;
+    `_store_gradients` gives the parameters the sum of all that were reduced in a step. In between parameters hold only
+    what has not been summed yet.
     """
 
     def __init__(self, buckets: Sequence[AnyBucket], watch: bool = True) -> None:
         """`watch`: see by itself when gradients are ready; else the subclass sends buckets."""
         self.buckets = list(buckets)
-        self._home = {id(parameter): bucket for bucket in buckets for parameter in bucket.parameters}
+        self._bucket_of = {id(parameter): bucket for bucket in buckets for parameter in bucket.parameters}
         self._seen: set[int] = set()  # parameters that have sent a gradient since the last finish
-        self._next = 0  # the bucket that leaves next
+        self._next = 0  # the bucket that is sent next
         self._rounds = 0  # since the last finish
         self._is_held = False
         self._has_held_back = False
@@ -59,10 +62,10 @@ class Reducer(Generic[AnyBucket]):
             if watch
         ]
 
-    def _leave(self, bucket: AnyBucket) -> Handle:
+    def _reduce_async(self, bucket: AnyBucket) -> Handle:
         raise AssertionError("a subclass sends a bucket")
 
-    def _settle(self, bucket: AnyBucket, total: torch.Tensor) -> None:
+    def _store_gradients(self, bucket: AnyBucket, total: torch.Tensor) -> None:
         raise AssertionError("a subclass stores a sum")
 
     def _drop(self, name: str, parameter: nn.Parameter) -> None:
@@ -134,11 +137,11 @@ class Reducer(Generic[AnyBucket]):
         self._complete()
         asked = self._ask_for_missing()
         for bucket in self.buckets:
-            self._land(bucket)
+            self._wait_for(bucket)
             if bucket.total is not None:
                 if self.is_own:
                     bucket.total.div_(bucket.everyone.size)
-                self._settle(bucket, bucket.total)
+                self._store_gradients(bucket, bucket.total)
                 bucket.total = None
         self._drop_missing(asked)
         self._seen.clear()
@@ -156,7 +159,7 @@ class Reducer(Generic[AnyBucket]):
         if not self._is_running:
             self._is_running = True
             at_end_of_backward(self._end_of_backward)
-        bucket = self._home[id(parameter)]
+        bucket = self._bucket_of[id(parameter)]
         bucket.missing -= 1
         if bucket.missing < 0:
             raise UsageError(
@@ -190,18 +193,18 @@ class Reducer(Generic[AnyBucket]):
         self._next += 1
 
     def _send(self, bucket: AnyBucket) -> None:
-        self._land(bucket)
+        self._wait_for(bucket)
         for parameter in bucket.parameters:
             if parameter.grad is not None:
                 self._require_dense(bucket, parameter)
                 self._seen.add(id(parameter))
-        bucket.handle = self._leave(bucket)
+        bucket.handle = self._reduce_async(bucket)
 
     def _require_dense(self, bucket: AnyBucket, parameter: torch.Tensor) -> None:
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise UsageError(f"{bucket.name_of(parameter)} has a sparse gradient; use nn.Embedding(sparse=False)")
 
-    def _land(self, bucket: AnyBucket) -> None:
+    def _wait_for(self, bucket: AnyBucket) -> None:
         if bucket.handle is not None:
             result = bucket.handle.wait().to(bucket.dtype)
             bucket.handle = None

@@ -3,7 +3,7 @@
 A router gives every token a probability for each expert; the token goes to the k experts it likes best, and what they
 make of it is added, weighted by those probabilities. `naive_moe` does just that, in a loop. `MoE.forward` does it so
 that experts work on dense blocks: the visits (token, expert) are sorted by expert, each expert takes its block, and
-the outcomes go back to their tokens.
+the outcomes go back to their tokens. Where the GPU can read how long blocks are, their products are one (grouped.py).
 
 Expert parallelism puts an all-to-all on each side of the experts: rank r of the "ep" axis owns a run of consecutive
 experts, so the sorted visits are already in the order of their owners. Every rank sends each owner its visits, works on
@@ -23,11 +23,12 @@ Experts of Hugging Face models are sharded the same way (`stacked_experts`): the
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,7 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.expert.all_to_all import all_to_all
+from unisono.parallel.expert.grouped import Groups, can_be_grouped
 from unisono.parallel.layout import UNSHARDED, Layout, Split, local_of, set_layout
 from unisono.plan.plan import DATA, REPLICAS
 from unisono.torch_compat import in_backward
@@ -116,13 +118,12 @@ class MoE(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.reshape(-1, self.width)
         routes = self.route(tokens)
-        order = routes.expert[routes.made].argsort(stable=True)
-        visits = routes.made[order]  # sorted by expert
-        token = visits // self.top_k
-        counts = torch.bincount(routes.expert[visits], minlength=self.experts)
-        outcomes = self._crowd.visit(tokens[token], counts, self.run_experts)
-        weighted = outcomes * routes.weight[visits, None].to(outcomes.dtype)
-        return torch.zeros_like(tokens, dtype=weighted.dtype).index_add(0, token, weighted).view(x.shape)
+        visits = Visits.of(routes, self.experts)
+        outcomes = self._crowd.visit(tokens, visits, self.top_k, self._run)
+        order = visits.order[: len(outcomes)]
+        weighted = outcomes * routes.weight[order, None].to(outcomes.dtype)
+        by_choice = weighted.new_zeros(len(visits.order), self.width).index_copy(0, order, weighted)
+        return by_choice.view(-1, self.top_k, self.width).sum(1).view(x.shape)
 
     def route(self, tokens: torch.Tensor) -> Routes:
         """Where the tokens go; sets `aux_loss`."""
@@ -133,14 +134,12 @@ class MoE(nn.Module):
         aux_loss = self._balance(probability, expert) if self.aux_weight else None
         if not in_backward():  # else a backward runs the forward again, and nobody would collect
             self.aux_loss = aux_loss
-        made = torch.arange(expert.numel(), device=tokens.device)
-        if self.capacity_factor is not None:
-            made = made[self._fits(expert).reshape(-1)]
-        return Routes(expert.reshape(-1), weight.reshape(-1), made)
+        fits = None if self.capacity_factor is None else self._fits(expert).reshape(-1)
+        return Routes(expert.reshape(-1), weight.reshape(-1), fits)
 
     def _balance(self, probability: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
-        visits = torch.bincount(expert.reshape(-1), minlength=self.experts)
-        visits = self._crowd.sum_of_all(torch.cat([visits, visits.new_tensor([len(expert)])]))
+        visits = _counts(expert.reshape(-1), self.experts)
+        visits = self._crowd.sum_of_all(torch.cat([visits, visits.new_full((1,), len(expert))]))
         tokens = visits[-1].clamp(min=1)
         fraction = visits[:-1].to(probability.dtype) / (tokens * self.top_k)
         return self.aux_weight * self.experts * (fraction * probability.sum(0)).sum() / tokens
@@ -148,10 +147,12 @@ class MoE(nn.Module):
     def _fits(self, expert: torch.Tensor) -> torch.Tensor:
         """Which of the visits (tokens, choices) come before their expert's capacity is reached."""
         assert self.capacity_factor is not None
-        wants = F.one_hot(expert, self.experts)  # (tokens, choices, experts)
+        wants = (
+            expert[..., None] == torch.arange(self.experts, device=expert.device)
+        ).long()  # (tokens, choices, experts)
         mine = wants.sum(0)  # (choices, experts)
         before, everyone, tokens = self._crowd.ahead(mine, len(expert))
-        capacity = math.ceil(self.capacity_factor * self.top_k * tokens / self.experts)
+        capacity = (self.capacity_factor * self.top_k * tokens.double() / self.experts).ceil()
         earlier_choices = everyone.cumsum(0) - everyone
         position = earlier_choices + before + wants.cumsum(0) - wants
         return (position * wants).sum(-1) < capacity
@@ -161,12 +162,33 @@ class MoE(nn.Module):
         shards = [self.run_expert(number, shard) for number, shard in enumerate(tokens.split(counts))]
         return torch.cat(shards)
 
+    def _run(self, tokens: torch.Tensor, load: Load) -> torch.Tensor:
+        """The same, without waiting for the counts where the GPU can take them. Further tokens may follow: then the
+        outcomes end before theirs, or theirs are 0."""
+        weights = [each for each in (self.up, self.gate, self.down) if each is not None]
+        if not can_be_grouped(tokens, weights):
+            counts = load.counts()
+            return self.run_experts(tokens[: sum(counts)], counts)
+        outcomes = self.run_grouped(tokens, load.on_device)
+        if load.is_all:
+            return outcomes
+        is_left_out = torch.arange(len(tokens), device=tokens.device) >= load.on_device.sum()
+        return outcomes.masked_fill(is_left_out[:, None], 0)
+
+    def run_grouped(self, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """All experts at once, in bfloat16; see grouped.py."""
+        groups = Groups.of(counts, len(tokens))
+        return groups.run(tokens, lambda x: self._feed_forward(x, groups.linear))
+
     def run_expert(self, number: int, x: torch.Tensor) -> torch.Tensor:
         """Expert `number` of those that this rank holds."""
 
         def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             return F.linear(x, weight[number], None if bias is None else bias[number])
 
+        return self._feed_forward(x, linear)
+
+    def _feed_forward(self, x: torch.Tensor, linear: Callable[..., torch.Tensor]) -> torch.Tensor:
         activation = ACTIVATIONS[self.activation]
         inner = linear(x, self.up, self.up_bias)
         inner = activation(inner) if self.gate is None else activation(linear(x, self.gate, None)) * inner
@@ -190,7 +212,43 @@ class Routes:
 
     expert: torch.Tensor
     weight: torch.Tensor
-    made: torch.Tensor  # the numbers of the visits that are made
+    fits: torch.Tensor | None  # which visits are made; None for all
+
+    @property
+    def made(self) -> torch.Tensor:
+        """The numbers of the visits that are made. The host waits for how many."""
+        return torch.arange(len(self.expert)) if self.fits is None else self.fits.nonzero()[:, 0]
+
+
+class Visits(NamedTuple):
+    """The visits in the order in which experts take them."""
+
+    order: torch.Tensor  # their numbers, sorted by expert; those that are not made are the last
+    counts: torch.Tensor  # how many each expert takes
+    is_all: bool  # whether all are made
+
+    @classmethod
+    def of(cls, routes: Routes, experts: int) -> Visits:
+        expert = routes.expert if routes.fits is None else routes.expert.masked_fill(~routes.fits, experts)
+        order = expert.argsort(stable=True)
+        numbers = torch.arange(experts, device=expert.device)
+        ends = torch.searchsorted(expert[order], numbers, right=True)  # unlike bincount, waits for nothing
+        return cls(order, ends.diff(prepend=ends.new_zeros(1)), routes.fits is None)
+
+
+class Load(NamedTuple):
+    """How many tokens each expert of this rank takes."""
+
+    on_device: torch.Tensor
+    on_host: list[int] | None = None  # where the host knows
+    is_all: bool = True  # whether that is all tokens
+
+    def counts(self) -> list[int]:
+        """The host waits for them, if it does not know."""
+        return self.on_device.tolist() if self.on_host is None else self.on_host
+
+
+Run = Callable[[torch.Tensor, Load], torch.Tensor]
 
 
 def _softmax(logits: torch.Tensor) -> torch.Tensor:
@@ -221,15 +279,13 @@ class _Crowd:
         """Counts, summed over all ranks that have other tokens."""
         return counts
 
-    def ahead(self, visits: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def ahead(self, visits: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of counts of visits: those of the ranks before this one, and of all; and the count of all tokens."""
-        return torch.zeros_like(visits), visits, tokens
+        return torch.zeros_like(visits), visits, visits.new_full((), tokens)
 
-    def visit(
-        self, tokens: torch.Tensor, counts: torch.Tensor, experts: Callable[[torch.Tensor, list[int]], torch.Tensor]
-    ) -> torch.Tensor:
-        """The experts' outcomes for tokens that are sorted by expert; counts[e] of them are for expert e."""
-        return experts(tokens, counts.tolist())
+    def visit(self, tokens: torch.Tensor, visits: Visits, choices: int, run: Run) -> torch.Tensor:
+        """The experts' outcomes of the visits in their order, at least of those that are made. choices: of a token."""
+        return run(tokens[visits.order // choices], Load(visits.counts, is_all=visits.is_all))
 
 
 class _Ranks(_Crowd):
@@ -242,30 +298,37 @@ class _Ranks(_Crowd):
     def sum_of_all(self, counts: torch.Tensor) -> torch.Tensor:
         return counts if self._everyone is None else self._everyone.all_reduce(counts.contiguous())
 
-    def ahead(self, visits: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def ahead(self, visits: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self._data is None:
             return super().ahead(visits, tokens)
-        mine = torch.cat([visits.reshape(-1), visits.new_tensor([tokens])])
+        mine = torch.cat([visits.reshape(-1), visits.new_full((1,), tokens)])
         all_ranks = torch.stack(self._data.all_gather(mine))
         before, total = all_ranks[: self._data.rank].sum(0), all_ranks.sum(0)
-        return before[:-1].view_as(visits), total[:-1].view_as(visits), int(total[-1])
+        return before[:-1].view_as(visits), total[:-1].view_as(visits), total[-1]
 
-    def visit(
-        self, tokens: torch.Tensor, counts: torch.Tensor, experts: Callable[[torch.Tensor, list[int]], torch.Tensor]
-    ) -> torch.Tensor:
+    def visit(self, tokens: torch.Tensor, visits: Visits, choices: int, run: Run) -> torch.Tensor:
         comm = self._owners
         if comm is None:
-            return super().visit(tokens, counts, experts)
-        mine = self._owned[comm.rank]
-        coming = comm.all_to_all(counts, self._owned, [mine] * comm.size).view(comm.size, mine)
-        send_sizes = [int(part.sum()) for part in counts.split(self._owned)]
-        recv_sizes = coming.sum(1).tolist()
-        arrived = all_to_all(tokens, send_sizes, recv_sizes, comm)
-        by_expert = _by_expert(coming)
-        outcomes = experts(arrived[by_expert], coming.sum(0).tolist())
+            return super().visit(tokens, visits, choices, run)
+        mine, experts = self._owned[comm.rank], len(visits.counts)
+        coming = comm.all_to_all(visits.counts, self._owned, [mine] * comm.size)
+        known = torch.cat([visits.counts, coming]).tolist()  # the sizes of messages are the host's to know: it waits
+        send_sizes = [sum(part) for part in _runs(known[:experts], self._owned)]
+        by_rank = list(_runs(known[experts:], [mine] * comm.size))
+        recv_sizes = [sum(part) for part in by_rank]
+        arrived = all_to_all(tokens[visits.order[: sum(send_sizes)] // choices], send_sizes, recv_sizes, comm)
+        coming = coming.view(comm.size, mine)
+        by_expert = _by_expert(coming, len(arrived))
+        load = Load(coming.sum(0), [sum(counts) for counts in zip(*by_rank, strict=True)])
+        outcomes = run(arrived[by_expert], load)
         back = torch.empty_like(by_expert)
         back[by_expert] = torch.arange(len(back), device=back.device)
         return all_to_all(outcomes[back], recv_sizes, send_sizes, comm)
+
+
+def _runs(values: list[int], lengths: Iterable[int]) -> Iterator[list[int]]:
+    given = iter(values)
+    return (list(itertools.islice(given, length)) for length in lengths)
 
 
 def _comm(mesh: Mesh, axes: tuple[str, ...]) -> Communicator | None:
@@ -273,10 +336,15 @@ def _comm(mesh: Mesh, axes: tuple[str, ...]) -> Communicator | None:
     return mesh.comm(*present) if present and mesh.size(*present) > 1 else None
 
 
-def _by_expert(coming: torch.Tensor) -> torch.Tensor:
+def _by_expert(coming: torch.Tensor, tokens: int) -> torch.Tensor:
     """The order of tokens that sorts them by expert, when counts (ranks, experts) came one rank after the other."""
     expert = torch.arange(coming.shape[1], device=coming.device).repeat(coming.shape[0])
-    return expert.repeat_interleave(coming.reshape(-1)).argsort(stable=True)
+    return expert.repeat_interleave(coming.reshape(-1), output_size=tokens).argsort(stable=True)
+
+
+def _counts(numbers: torch.Tensor, most: int) -> torch.Tensor:
+    """How often each number below `most` is there. torch.bincount would wait for the largest."""
+    return numbers.new_zeros(most).index_add(0, numbers, torch.ones_like(numbers))
 
 
 def expert_parallelize(model: nn.Module, mesh: Mesh) -> None:
@@ -378,21 +446,19 @@ def _visit_stacked(
     """Every visit is made at the rank that has its expert, by the module's own forward with one expert a row."""
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
     choices = indices.shape[-1]
-    expert = indices.reshape(-1)
-    visits = expert.argsort(stable=True)
-    token = visits // choices
+    visits = Visits.of(Routes(indices.reshape(-1), weights, None), count)
 
-    def run(arrived: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    def run(arrived: torch.Tensor, load: Load) -> torch.Tensor:
         if not len(arrived):  # the backward of other ranks counts on this one
             touched: Any = sum(parameter[:0].sum() for parameter in module.parameters())
             return arrived + touched
-        numbers = torch.arange(len(counts), device=arrived.device)
-        local = numbers.repeat_interleave(torch.tensor(counts, device=arrived.device))[:, None]
+        numbers = torch.arange(len(load.on_device), device=arrived.device)
+        local = numbers.repeat_interleave(load.on_device, output_size=len(arrived))[:, None]
         return forward(arrived, local, torch.ones_like(local, dtype=weights.dtype))
 
-    outcomes = crowd.visit(tokens[token], torch.bincount(expert, minlength=count), run)
-    weighted = outcomes * weights.reshape(-1)[visits, None]
-    made = torch.zeros_like(tokens).index_add(0, token, weighted.to(tokens.dtype))
+    outcomes = crowd.visit(tokens, visits, choices, run)
+    weighted = outcomes * weights.reshape(-1)[visits.order, None]
+    made = torch.zeros_like(tokens).index_add(0, visits.order // choices, weighted.to(tokens.dtype))
     return made.view(hidden_states.shape)
 
 

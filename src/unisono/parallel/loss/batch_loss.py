@@ -30,7 +30,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.parallel import autograd_collectives
+from unisono.mesh import autograd_collectives
 from unisono.parallel.inputs import call
 from unisono.parallel.loss.loss import GlobalLoss, Loss, name_of
 from unisono.parallel.loss.model_loss import BatchDependence, on_two_sizes

@@ -36,14 +36,20 @@ from unisono.parallel.loss.counts import (
     joined,
     summed,
 )
+from unisono.parallel.loss.loss_parts import (
+    blank_like,
+    counted_target,
+    detached_from,
+    first_tokens,
+    halves_along,
+    has_gradient,
+    is_near,
+    leaves_but,
+)
 from unisono.parallel.loss.normalizers import Count, LossNormalizer
 from unisono.parallel.share import BatchDim, dims_of, samples_between
-from unisono.torch_compat import no_torch_function_subclass
 
 Loss = Callable[[Any, Any], torch.Tensor]
-
-_FEW = 16  # tokens
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
 class GlobalLoss:
@@ -124,16 +130,16 @@ class GlobalLoss:
         if microbatches:
             self._learn_sizes(*microbatches[0])
         if self._predicts and full is not None:
-            self._full = self._totals = PredictedCounts(self._counted(_blank(full[0]), full[1]))
+            self._full = self._totals = PredictedCounts(self._counted(blank_like(full[0]), full[1]))
             return
-        self._predicted = [self._counted(_blank(outputs), targets) for outputs, targets in microbatches]
+        self._predicted = [self._counted(blank_like(outputs), targets) for outputs, targets in microbatches]
         self._totals = self._exchanged = ExchangedCounts(name_of(self._loss), self._predicted, self._comm)
         if full is not None and self._is_quickly_counted(microbatches[-1][1]):
             self._full = self._predicted_counts(*full)
 
     def _predicted_counts(self, outputs: Any, targets: Any) -> PredictedCounts | None:
         try:
-            return PredictedCounts(self._counted(_blank(outputs), targets))
+            return PredictedCounts(self._counted(blank_like(outputs), targets))
         except UsageError:
             return None  # outputs whose shape does not follow from the number of samples: the ranks ask each other
 
@@ -252,7 +258,7 @@ class GlobalLoss:
         add up to that of both. The first call proves the loss with these as counts."""
         if self._sizes is not None:
             return
-        batch = (_blank(outputs), targets)
+        batch = (blank_like(outputs), targets)
         try:
             if not self._divisors(*batch):
                 self._sizes = frozenset()
@@ -297,9 +303,9 @@ class GlobalLoss:
         every sequence; on a rank's own tokens. Every rank calls it, at the first microbatch."""
         if self.shift is not None or 1 not in self.dims:
             return
-        outputs = tree_map(_detached_from, outputs)
+        outputs = tree_map(detached_from, outputs)
         self._learn_sizes(outputs, targets)
-        few = (_first_tokens(outputs), tree_map(_counted_target, _first_tokens(targets)))
+        few = (first_tokens(outputs), tree_map(counted_target, first_tokens(targets)))
         fits = [all(self._separates(*batch, 1, shift) for batch in (few, (outputs, targets))) for shift in (0, 1)]
         if self._comm is not None:
             message = torch.tensor([float(fit) for fit in fits], device=self._comm.device)
@@ -316,14 +322,14 @@ class GlobalLoss:
     def _separates(self, outputs: Any, targets: Any, dim: int, shift: int) -> bool:
         """Whether two halves along a dim add up; True where the batch does not show it."""
         try:
-            halves = _halves_along(outputs, targets, dim, shift)
+            halves = halves_along(outputs, targets, dim, shift)
             if halves is None:
                 return True
             constant = self._found_constant(outputs, targets)
             full, parts = self._in_halves(outputs, targets, halves)
         except UsageError:
             return False
-        return not bool(full.isfinite()) or _is_near(full, parts, 0.0 if constant is None else constant.detach())
+        return not bool(full.isfinite()) or is_near(full, parts, 0.0 if constant is None else constant.detach())
 
     def _in_halves(self, outputs: Any, targets: Any, halves: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The loss, and the partial losses of two halves."""
@@ -339,7 +345,7 @@ class GlobalLoss:
     def _prove(self, outputs: Any, targets: Any) -> None:
         """That the batch's loss is the sum of partial losses of two halves, less what both have without samples,
         on this very batch. Outputs without samples take other values: a term that is 0 by chance must not hide."""
-        outputs = self._with_free_outputs_moved(tree_map(_detached_from, outputs))
+        outputs = self._with_free_outputs_moved(tree_map(detached_from, outputs))
         made = tree_leaves(outputs)
         constant = self._found_constant(outputs, targets)
         extra = 0.0 if constant is None else constant.detach()
@@ -366,7 +372,7 @@ class GlobalLoss:
                 ) from error
             if not bool(full.isfinite()):
                 return  # proves nothing; the next call may
-            if not _is_near(full, parts, extra):
+            if not is_near(full, parts, extra):
                 raise UsageError(
                     f"the loss {name_of(self._loss)} on a batch is {full.item():.6g}, but from two halves along dim "
                     f"{dim} it comes to {(parts[0] + parts[1] - extra).item():.6g}: it is not made of sums and means "
@@ -397,9 +403,9 @@ class GlobalLoss:
             return None
         made = tree_leaves(outputs)
         sampled = [leaf for leaf, where in zip(made, self._output_dims(made), strict=True) if where is not None]
-        self._has_constant = bool(constant != 0) or bool(_leaves_but(constant, sampled))
-        others = _leaves_but(constant, made)
-        if not self.sees_full_parameters and others and _has_gradient(constant, others):
+        self._has_constant = bool(constant != 0) or bool(leaves_but(constant, sampled))
+        others = leaves_but(constant, made)
+        if not self.sees_full_parameters and others and has_gradient(constant, others):
             raise UsageError(
                 f"the loss {name_of(self._loss)} has a term of the model's parameters, of which a rank has a part only "
                 "under this plan; let the model return that term as an output, or use tp=1, pp=1, ep=1 and zero=2"
@@ -480,7 +486,7 @@ class GlobalLoss:
     def _halves(self, outputs: Any, targets: Any, dim: int) -> tuple[tuple[Any, Any], tuple[Any, Any]] | None:
         """The batch in two, by samples (dim 0) or along another dim; None where there is one of them or none."""
         if dim:
-            return _halves_along(outputs, targets, dim, self.shift or 0)
+            return halves_along(outputs, targets, dim, self.shift or 0)
         batch_size = self._batch_size(outputs, targets)
         middle = (batch_size + 1) // 2
         if batch_size < 2:
@@ -489,121 +495,6 @@ class GlobalLoss:
 
 
 _ASTRAY = "the loss's count depends on the outputs, so it cannot be known before all are there; use microbatches=1"
-
-
-def _blank(outputs: Any) -> Any:
-    """Zeros of the same shapes, which take no memory."""
-
-    def blank(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        device = "cpu" if leaf.device.type == "meta" else leaf.device
-        zero = torch.zeros((), dtype=leaf.dtype, device=device, requires_grad=leaf.is_floating_point())
-        return zero.expand(leaf.shape)
-
-    return tree_map(blank, outputs)
-
-
-def _detached_from(leaf: Any) -> Any:
-    """The tensor without its history; it still has requires_grad, which distinguishes counts from values."""
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _leaves_but(value: torch.Tensor, known: Sequence[Any]) -> list[torch.Tensor]:
-    """The leaves of autograd's graph that a value is computed from, but for those that known tensors come from."""
-    with no_torch_function_subclass():  # sharded logits are inspected as they are, not gathered
-        expected = {id(leaf) for tensor in known if isinstance(tensor, torch.Tensor) for leaf in _leaves_of(tensor)}
-        return [leaf for leaf in _leaves_of(value) if id(leaf) not in expected]
-
-
-def _leaves_of(value: torch.Tensor) -> list[torch.Tensor]:
-    found = [value] if value.requires_grad and value.grad_fn is None else []
-    seen: set[Any] = {None}
-    pending: list[Any] = [value.grad_fn]
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        pending.extend(each for each, _ in node.next_functions)
-    return found
-
-
-def _has_gradient(value: torch.Tensor, leaves: Sequence[torch.Tensor]) -> bool:
-    try:
-        gradients = torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True)
-    except RuntimeError:
-        return True  # it passes a parameter that ZeRO 3 has freed
-    return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
-
-
-def _is_near(full: torch.Tensor, parts: Sequence[torch.Tensor], extra: torch.Tensor | float) -> bool:
-    """Whether the parts' sums are the full sum; extra: what both of them have."""
-    scale = parts[0].abs() + parts[1].abs() + full.abs()
-    gap = (full - parts[0] - parts[1] + extra).abs()
-    return bool(gap <= _TOLERANCE.get(full.dtype, 1e-5) * scale)
-
-
-def _first_tokens(tree: Any) -> Any:
-    """Few enough that one of them makes a difference in any precision."""
-
-    def first(leaf: Any) -> Any:
-        return leaf[:, :_FEW] if isinstance(leaf, torch.Tensor) and leaf.ndim > 1 else leaf
-
-    return tree_map(first, tree)
-
-
-def _counted_target(leaf: Any) -> Any:
-    """Targets that are ignored are negative numbers, and would show nothing."""
-    is_class = isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() and leaf.dtype != torch.bool
-    return leaf.clamp(min=0) if is_class else leaf
-
-
-def _halves_along(
-    outputs: Any, targets: Any, dim: int, shift: int = 0
-) -> tuple[tuple[Any, Any], tuple[Any, Any]] | None:
-    """The batch in two along a dim; None where it has one sample or none."""
-    tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.ndim > dim]
-    batch_size = tensors[0].shape[dim] if tensors else 0
-    if batch_size < 2:
-        return None
-    middle = (batch_size + 1) // 2
-    both = (range(middle), range(middle, batch_size))
-    first, second = (
-        (part_of(outputs, dim, part, batch_size), part_of(targets, dim, part, batch_size)) for part in both
-    )
-    return shifted(first, targets, both[0], batch_size) if shift else first, second
-
-
-def part_of(tree: Any, dim: int, part: range, length: int) -> Any:
-    """Of all tensors in a tree that are so long along a dim, some."""
-
-    def shard(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.ndim > dim and leaf.shape[dim] == length:
-            return leaf.narrow(dim, part.start, len(part)).contiguous()
-        return leaf
-
-    return tree_map(shard, tree)
-
-
-def shifted(pair: tuple[Any, Any], targets: Any, run: range, length: int) -> tuple[Any, Any]:
-    """Outputs of a run of tokens and targets, for a loss that compares a token's output with the next one's target.
-
-    Such a loss passes over the last output. So a run that does not end the sequence gets one more target, the next
-    one, and one more output, which nobody looks at."""
-    if run.stop == length:
-        return pair
-    return tree_map(lambda leaf: _with_blank_token(leaf, len(run)), pair[0]), part_of(
-        targets, 1, range(run.start, run.stop + 1), length
-    )
-
-
-def _with_blank_token(leaf: Any, tokens: int) -> Any:
-    if not isinstance(leaf, torch.Tensor) or leaf.ndim < 2 or leaf.shape[1] != tokens:
-        return leaf
-    return torch.cat([leaf, leaf.new_zeros(leaf.shape[0], 1, *leaf.shape[2:])], dim=1)
 
 
 def name_of(loss: Any) -> str:

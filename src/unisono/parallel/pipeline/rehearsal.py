@@ -22,7 +22,7 @@ from unisono.parallel.blocks import find_blocks
 from unisono.parallel.context.context import hidden_states
 from unisono.parallel.expert.even_experts import evenly_visited
 from unisono.parallel.layout import full_numel
-from unisono.parallel.meta.lending import MaterializeOnRead
+from unisono.parallel.meta.materialize_on_read import MaterializeOnRead
 from unisono.parallel.meta.meta_tensors import meta_copy, realised_copy, to_meta
 from unisono.parallel.meta.shadow import OnMeta
 from unisono.parallel.meta.shapes import KnownShapes

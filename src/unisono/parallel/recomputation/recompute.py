@@ -11,7 +11,8 @@ Attention, full and patterns run code again (torch.utils.checkpoint), from input
 give exactly what the first gave. Random numbers are drawn again as they were: torch's generators are put back, and a
 RandomState knows a repeated draw by that. Modes that change what torch's functions do (a default device, a proof in
 float64) are on again, which in a backward they are not otherwise. Buffers that a forward changes, such as the running
-statistics of BatchNorm, change once: the second run works on copies.
+statistics of BatchNorm, change once: the second run works on copies. So does every run on a cache of keys and values
+that it is given, as Hugging Face's models make one by default: the second would find there what the first has appended.
 
 Modules are changed in place and keep their names, so recomputation composes with whatever else is done to them.
 """
@@ -19,6 +20,8 @@ Modules are changed in place and keep their names, so recomputation composes wit
 from __future__ import annotations
 
 import contextlib
+import copy
+import sys
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial, wraps
@@ -30,13 +33,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from unisono.errors import UsageError
+from unisono.mesh.autograd_collectives import require_eager
 from unisono.mesh.random.active import active_state
 from unisono.mesh.random.state import RandomState
-from unisono.parallel.autograd_collectives import require_eager
 from unisono.parallel.blocks import find_blocks
 from unisono.parallel.context import sharded_attention
 from unisono.parallel.context.sharded_attention import ShardedAttention
-from unisono.parallel.recomputation.selective import run_selectively
+from unisono.parallel.recomputation.selective import Learned, run_selectively
 from unisono.plan.plan import RECOMPUTE
 from unisono.torch_compat import function_modes, transform_at_work
 from unisono.torch_patches import attention
@@ -53,7 +56,7 @@ def recompute(model: nn.Module, what: str | Sequence[str] = "full") -> nn.Module
         return _wrap(model, partial(_with_core_recomputed, model.forward))
     if what == "selective":
         for module in _regions(model):
-            _wrap(module, partial(_selective, module.forward))
+            _wrap(module, partial(_selective, Learned(), module.forward))
         return model
     for name in recomputed_modules(model, what):
         module = model.get_submodule(name)
@@ -106,16 +109,36 @@ def _wrap(module: nn.Module, forward: partial[Any]) -> nn.Module:
     return module
 
 
-def _selective(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _selective(learned: Learned, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled() or transform_at_work():
         return forward(*args, **kwargs)
-    return run_selectively(forward, *args, **kwargs)
+    return run_selectively(learned, forward, *args, **kwargs)
 
 
 def _recomputed(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return _checkpointed(module, partial(forward, **kwargs), *args)
+    return _checkpointed(module, partial(_with_own_caches, forward, **kwargs), *args)
+
+
+def _with_own_caches(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    if library := sys.modules.get("transformers.cache_utils"):
+        kinds = (library.Cache, library.CacheLayerMixin)
+        args = tuple(_twin(value, kinds) for value in args)
+        kwargs = {name: _twin(value, kinds) for name, value in kwargs.items()}
+    return forward(*args, **kwargs)
+
+
+def _twin(value: Any, kinds: tuple[type, ...]) -> Any:
+    """A cache as it is now, of the same tensors; anything else itself."""
+    if not isinstance(value, kinds):
+        return value
+    twin = copy.copy(value)
+    for name, held in vars(value).items():
+        if isinstance(held, list):
+            held = [_twin(each, kinds) for each in held]
+        setattr(twin, name, dict(held) if isinstance(held, dict) else _twin(held, kinds))
+    return twin
 
 
 def _with_core_recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

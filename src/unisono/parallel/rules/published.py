@@ -23,7 +23,7 @@ from unisono.parallel.rules.inferred import form
 from unisono.parallel.rules.rules import Rules, Style, Styles
 from unisono.parallel.rules.trial import Shard, Trial, simulated_ranks
 
-_KINDS = ("column", "row", "heads", "sizes", "summed", "whole", "channels")  # of modules that can be tried alone
+_KINDS = ("column", "row", "heads", "sizes", "summed", "replicate", "channels")  # of modules that can be tried alone
 _PARAMETERS, _FLOPS = 2 * 10**6, 10**9  # of a module that is tried
 
 

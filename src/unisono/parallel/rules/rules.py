@@ -31,7 +31,7 @@ match the first counts. Values:
     mla_kv           an nn.Linear of latent attention whose output is the latent, for a layer sharded by columns, and
                      a key that all heads share, as wide as the attention's qk_rope_head_dim
     summed           parameters that are replicated, but whose gradients are computed in parts (norms of single heads)
-    whole            leave it replicated. Rules of nothing else are exceptions from what the model brings or shows.
+    replicate        leave it replicated. Rules of nothing else are exceptions from what the model brings or shows.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Rules = Mapping[str, str]
 
 KINDS = (
     "column", "column_gather", "row", "row_split", "vocab", "vocab_head", "logits", "heads", "sizes", "experts",
-    "mla_kv", "summed", "whole", "row_sum", "column_inside", "channels",
+    "mla_kv", "summed", "replicate", "row_sum", "column_inside", "channels",
 )  # fmt: skip
 _PARTS = {"": (1,), "qkv": (1, 1, 1), "gate_up": (1, 1)}
 
@@ -67,7 +67,7 @@ _PUBLISHED = {
     "moe_tp_experts": "experts",
     "mla_kv_a_proj": "mla_kv",
     "replicated_with_grad_allreduce": "summed",
-    "replicate": "whole",
+    "replicate": "replicate",
 }
 
 # Models that publish no plan, by the package and class of the module that the names are relative to.
@@ -147,7 +147,7 @@ def _parts(pattern: str, text: str, detail: str) -> tuple[int, ...]:
 
 def only_exceptions(rules: Rules) -> bool:
     """Whether the rules do no more than to keep modules replicated: the others go by what the model brings."""
-    return bool(rules) and all(text == "whole" for text in rules.values())
+    return bool(rules) and all(text == "replicate" for text in rules.values())
 
 
 Styles = dict[str, Style]  # by the name of a module, or of a parameter

@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from unisono.errors import UsageError
-from unisono.parallel import autograd_collectives
+from unisono.mesh import autograd_collectives
 from unisono.parallel.compile.collectives import features_number, inside
 from unisono.parallel.tensor.custom_layers import is_plain
 from unisono.parallel.tensor.linear import RowParallelLinear
@@ -154,7 +154,7 @@ def require_latent(name: str, attention: nn.Module, ranks: int) -> None:
     if not isinstance(getattr(attention, "qk_rope_head_dim", None), int):
         raise UsageError(
             f"rule mla_kv for {name}: {type(attention).__name__} has no number qk_rope_head_dim, the width of the "
-            f'key that heads share; keep its layers full with the rule {{"{name.rpartition(".")[0]}.*": "whole"}}'
+            f'key that heads share; keep its layers full with the rule {{"{name.rpartition(".")[0]}.*": "replicate"}}'
         )
     heads = [number for number in ("num_heads", "num_attention_heads") if hasattr(attention, number)]
     require_shares(name.rpartition(".")[0], attention, heads, ranks)
@@ -189,7 +189,8 @@ def require_plain(name: str, attention: nn.MultiheadAttention, ranks: int) -> No
     if not is_plain(attention):
         raise UsageError(
             f"tp={ranks}: {name} is a {type(attention).__name__}, whose forward or parameters are not those of "
-            f'nn.MultiheadAttention, which tp would replace it with; keep it full with the rule {{"{name}": "whole"}}'
+            f"nn.MultiheadAttention, which tp would replace it with; keep it full with the rule "
+            f'{{"{name}": "replicate"}}'
         )
     if attention.bias_k is not None or attention.add_zero_attn:
         raise UsageError(

@@ -76,7 +76,7 @@ def require_shardable(name: str, module: Any, style: Style, ranks: int) -> None:
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         raise UsageError(
             f"tp: {name} has a hook, and the rule {style} gives it a part of the channels; keep it full with the rule "
-            f'{{"{name}": "whole"}}, or remove the hook'
+            f'{{"{name}": "replicate"}}, or remove the hook'
         )
 
 

@@ -1,6 +1,6 @@
 """How much of a model tensor parallelism shards, in one line: of its parameters, and of its floating-point operations.
 
-tp=2 shards 97% of the parameters and 99% of the FLOPs; largest module left replicated: pos (0.3 M parameters):
+tp=2 shards 97% of the parameters and 99% of the FLOPs; largest module left replicated: pos (295 thousand parameters):
 nn.Embedding whose rows are positions
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from unisono.amounts import format_count
 from unisono.parallel.rules.dataflow import INPUT, PARAMETER, TOKENS, Dataflow, recorded
 from unisono.parallel.rules.rules import Styles
 from unisono.parallel.tensor import vocabulary
@@ -42,7 +43,7 @@ class Coverage:
         left = ""
         if self.largest_size:
             left = (
-                f"; largest module left replicated: {self.largest} ({_count(self.largest_size)} parameters): "
+                f"; largest module left replicated: {self.largest} ({format_count(self.largest_size)} parameters): "
                 f"{self.reason}"
             )
         return f"tp={self.ranks} shards {self.parameters:.0%} of the parameters{flops}{left}"
@@ -72,13 +73,6 @@ def _join(module: str, parameter: str) -> str:
     return f"{module}.{parameter}".lstrip(".")
 
 
-def _count(parameters: int) -> str:
-    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if parameters >= 0.1 * size:
-            return f"{parameters / size:.1f} {unit}"
-    return str(parameters)
-
-
 def _flops(flow: Dataflow | None, styles: Styles) -> float | None:
     """Products outside of layers are sharded where all they work on comes from layers sharded by columns."""
     if flow is None:
@@ -95,8 +89,8 @@ def _flops(flow: Dataflow | None, styles: Styles) -> float | None:
 
 def _reason(name: str, model: nn.Module, styles: Styles, ranks: int, flow: Dataflow | None) -> str:
     module = model.get_submodule(name)
-    if name in styles and styles[name].kind == "whole":
-        return 'its rule is "whole"'
+    if name in styles and styles[name].kind == "replicate":
+        return 'its rule is "replicate"'
     is_layer = isinstance(module, nn.Linear | nn.Embedding)
     if is_layer and flow is not None and _join(name, "weight") in flow.used_elsewhere:
         return f"{type(module).__name__} whose weight is used outside its own forward"

@@ -32,8 +32,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from unisono.errors import UsageError
+from unisono.mesh import autograd_collectives
 from unisono.mesh.deferred_init.deferred_model import source_of
-from unisono.parallel import autograd_collectives
 from unisono.parallel.layout import Split
 from unisono.parallel.pipeline.off_stage import is_off_stage
 from unisono.parallel.rules.rules import Style
@@ -157,7 +157,7 @@ class _OwnForward:
             raise UsageError(
                 f"tp: {self.name} ({type(self.module).__name__}) was called with {len(args) + len(kwargs) + 1} "
                 "arguments, but its own forward is sharded for one; "
-                f'keep it full with the rule {{"{self.name}": "whole"}}'
+                f'keep it full with the rule {{"{self.name}": "replicate"}}'
             )
         match self.partition.kind:
             case "column":
@@ -314,8 +314,8 @@ class _LayerTrial:
         what = "its parametrization or forward" if is_linear(self.module) else "its forward"
         raise UsageError(
             f"tp={self.ranks}: {self.name} is a {type(self.module).__name__}, {what} is not torch's own, and the rule "
-            f'{self.style} does not fit it: {reason}; keep it full with the rule {{"{self.name}": "whole"}}, or use '
-            "a plan without tp"
+            f'{self.style} does not fit it: {reason}; keep it full with the rule {{"{self.name}": "replicate"}}, '
+            "or use a plan without tp"
         )
 
     # ---- values

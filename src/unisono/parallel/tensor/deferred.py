@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from unisono.parallel.autograd_collectives import before_start, unlinked
+from unisono.mesh.autograd_collectives import before_start, unlinked
 from unisono.torch_compat import will_run
 
 

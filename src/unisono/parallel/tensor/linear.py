@@ -21,7 +21,7 @@ from torch import nn
 from unisono.comm.communicator import Communicator
 from unisono.comm.rendezvous import world as worlds
 from unisono.errors import UsageError
-from unisono.parallel import autograd_collectives
+from unisono.mesh import autograd_collectives
 from unisono.parallel.compile.collectives import features_number, inside
 from unisono.parallel.tensor import deferred
 from unisono.parallel.tensor.parameter_shards import ParameterSharder, lengths_of, packed
@@ -73,7 +73,7 @@ class _ParallelLinear(nn.Module):
     region: Region
     product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor] = staticmethod(F.linear)
 
-    def _take(self, linear: nn.Module, region: Region) -> None:
+    def _take_settings(self, linear: nn.Module, region: Region) -> None:
         if not is_linear(linear):
             raise UsageError(f"{type(self).__name__} of a {type(linear).__name__}: expected an nn.Linear")
         self.region = region
@@ -151,7 +151,7 @@ class ColumnParallelLinear(_ParallelLinear):
         parts: Sequence[int] = (1,),
         shards: ParameterSharder | None = None,
     ) -> None:
-        self._take(linear, region)
+        self._take_settings(linear, region)
         if gather_output and len(parts) > 1:
             raise UsageError(
                 f"a layer of {len(parts)} parts cannot be sharded by columns and gathered; use one of the two"
@@ -236,7 +236,7 @@ class RowParallelLinear(_ParallelLinear):
     def _take_shard(
         self, linear: nn.Module, region: Region, input_is_parallel: bool, shards: ParameterSharder | None = None
     ) -> None:
-        self._take(linear, region)
+        self._take_settings(linear, region)
         self.input_is_parallel = input_is_parallel
         shards = shards or ParameterSharder(region.comm.rank, region.comm.size)
         split = packed(int(not self.transposed), (self.in_features,), region.comm.size)

@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
+from unisono.mesh import autograd_collectives
 from unisono.mesh.interception import function_arguments
-from unisono.parallel import autograd_collectives
 from unisono.parallel.layout import Split
 from unisono.parallel.tensor.parameter_shards import TP, lengths_of
 from unisono.parallel.tensor.vocabulary import vocab_parallel_cross_entropy

@@ -17,12 +17,12 @@ import torch
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
+from unisono.mesh import autograd_collectives
+from unisono.mesh.collective_ops import eager_only
 from unisono.mesh.global_index import Part
 from unisono.mesh.random.active import active_state
 from unisono.mesh.random.state import Key, Locate
-from unisono.parallel import autograd_collectives
 from unisono.parallel.compile import collectives as markers
-from unisono.parallel.compile.collective_ops import eager_only
 from unisono.parallel.layout import Split
 from unisono.parallel.tensor.parameter_shards import TP
 

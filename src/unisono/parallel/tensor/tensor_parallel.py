@@ -246,7 +246,7 @@ def styles_of(model: nn.Module, ranks: int, rules: Rules | None = None) -> Style
     styles = _brought(model)
     if not styles and ranks > 1:
         styles = matched(model, _derived(model, ranks))
-    if all(style.kind == "whole" for style in styles.values()):
+    if all(style.kind == "replicate" for style in styles.values()):
         raise UsageError(
             f"{type(model).__name__} defines no tensor-parallel plan, and none can be inferred from its blocks; pass "
             "an example for a search, or rules such as "
@@ -319,7 +319,7 @@ def fitting_rules(model: nn.Module, ranks: int, rules: Rules | None, example: tu
     if is_published:
         return _tried_rules(model, ranks, rules, example)
     found = inferred(model, ranks, example[0], _sharded_alone, _named(_brought(model) | matched(model, rules or {})))
-    if found is not None and any(text != "whole" for text in found.rules.values()):
+    if found is not None and any(text != "replicate" for text in found.rules.values()):
         return compressed(found.rules, model)
     try:
         styles_of(model, ranks, rules)
@@ -380,9 +380,9 @@ def _follow_ties(model: nn.Module, styles: Styles, *, explicit: bool) -> None:
     }
     for name in [name for name in styles if name in layers and not is_rowwise(styles[name])]:
         for other, module in layers.items():
-            if module is layers[name] or module.weight is not layers[name].weight or styles[name].kind == "whole":
+            if module is layers[name] or module.weight is not layers[name].weight or styles[name].kind == "replicate":
                 continue
-            is_full = other in styles and styles[other].kind == "whole"
+            is_full = other in styles and styles[other].kind == "replicate"
             if other in styles and not is_full:
                 continue
             if explicit:

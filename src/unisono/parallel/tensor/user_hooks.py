@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from unisono.errors import UsageError
-from unisono.parallel import autograd_collectives
+from unisono.mesh import autograd_collectives
 from unisono.parallel.layout import Split
 from unisono.parallel.rules.rules import Style, Styles
 from unisono.parallel.tensor.custom_layers import weight_hooks
@@ -59,12 +59,12 @@ def require_hooks_kept(name: str, module: nn.Module, style: Style) -> None:
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise UsageError(
                 f"tp: {name}.{key} has a gradient hook (Tensor.register_hook), which would see a shard of it; "
-                f'keep the layer full with the rule {{"{name}": "whole"}}, or change gradients in an optimizer'
+                f'keep the layer full with the rule {{"{name}": "replicate"}}, or change gradients in an optimizer'
             )
     if style.kind in (*_SHARDED_OUTPUT, *_SHARDED_INPUT) and _has_backward_hooks(module):
         raise UsageError(
             f"tp: {name} has a backward hook, and the rule {style} gives it a shard of the gradients; keep it full "
-            f'with the rule {{"{name}": "whole"}}, or remove the hook'
+            f'with the rule {{"{name}": "replicate"}}, or remove the hook'
         )
 
 
@@ -170,7 +170,7 @@ def guard_hooks(model: nn.Module, styles: Styles, region_of: Callable[[str], Reg
     guarded: list[Region] = []
     for name, module in model.named_modules():
         style = styles.get(name)
-        if has_hooks(module) and (style is None or style.kind in ("whole", "summed")):
+        if has_hooks(module) and (style is None or style.kind in ("replicate", "summed")):
             region = region_of(name)
             guarded.append(region)
             guard = _guard(name, region)

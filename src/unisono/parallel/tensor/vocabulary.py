@@ -1,14 +1,10 @@
 """The vocabulary shared by several ranks: embeddings and the loss on logits that are never gathered.
 
 Rank r knows the r-th shard of the tokens (sizes differ by one at most). Looking up, it gives zeros for all other
-tokens, and the ranks' answers are summed. In the loss a token's logits are on different ranks, but cross entropy needs
-three numbers of them only: their maximum, the sum of their exponentials, and the target's own logit. Those are
-reduced, a number a token each, where gathering would move the logits of the full vocabulary.
+tokens, and the ranks' answers are summed. The loss is that of mesh/sharded_cross_entropy.py.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +13,8 @@ from torch import nn
 from unisono.comm.communicator import Communicator
 from unisono.comm.rendezvous import world as worlds
 from unisono.errors import UsageError
-from unisono.parallel import autograd_collectives
+from unisono.mesh import autograd_collectives
+from unisono.mesh.sharded_cross_entropy import sharded_cross_entropy
 from unisono.parallel.layout import Split
 from unisono.parallel.pipeline.off_stage import is_off_stage
 from unisono.parallel.tensor.linear import Initialiser
@@ -143,7 +140,9 @@ def vocab_parallel_cross_entropy(
         )
     comm = comm or worlds.world()
     lengths = _lengths(logits.shape[-1], vocabulary, comm)
-    losses = _CrossEntropy.apply(logits, targets, comm, lengths, ignore_index, label_smoothing)
+    losses = sharded_cross_entropy(
+        logits, targets, comm.all_reduce, sum(lengths[: comm.rank]), sum(lengths), ignore_index, label_smoothing
+    )
     if reduction == "none":
         return losses
     total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))  # those of ignored targets are 0
@@ -163,61 +162,3 @@ def _lengths(mine: int, vocabulary: int | None, comm: Communicator) -> list[int]
             f"logits a token; expected {lengths[comm.rank]}"
         )
     return lengths
-
-
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        comm: Communicator,
-        lengths: list[int],
-        ignore_index: int,
-        smoothing: float,
-    ) -> torch.Tensor:
-        ctx.smoothing, ctx.classes, ctx.dtype = smoothing, sum(lengths), logits.dtype
-        is_ours = logits.dtype in (torch.float16, torch.bfloat16)
-        if is_ours:
-            logits = logits.float()  # a sum over the vocabulary is more than half precision can hold
-        ignored = targets == ignore_index
-        index = targets - sum(lengths[: comm.rank])
-        elsewhere = ignored | (index < 0) | (index >= logits.shape[-1])
-        index = index.masked_fill(elsewhere, 0).unsqueeze(-1)
-
-        maximum = logits.new_full(targets.shape, -torch.inf)
-        if logits.shape[-1]:
-            maximum = logits.amax(-1)
-        comm.all_reduce(maximum, "max")
-        # Of what is as large as the logits, there is one: it is shifted, then exponentials, then probabilities.
-        shifted = logits.sub_(maximum.unsqueeze(-1)) if is_ours else logits - maximum.unsqueeze(-1)
-        own = shifted.gather(-1, index).squeeze(-1) if logits.shape[-1] else torch.zeros_like(maximum)
-        of_all = [shifted.sum(-1)] if smoothing else []
-        exponentials = shifted.exp_()
-        sums = [exponentials.sum(-1), own.masked_fill(elsewhere, 0.0), *of_all]
-        total, target, *rest = _summed(sums, comm)
-
-        losses = total.log() - target
-        if smoothing:
-            losses = (1 - smoothing) * losses + smoothing * (total.log() - rest[0] / ctx.classes)
-        ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), index, elsewhere, ignored)
-        return losses.masked_fill(ignored, 0.0).to(ctx.dtype)
-
-    @staticmethod
-    @autograd_collectives.first_order_only(
-        "cross entropy of sharded logits", 'keep the head full with a rule {"NAME OF THE HEAD": "whole"}'
-    )
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        probabilities, index, elsewhere, ignored = ctx.saved_tensors
-        slope = probabilities - ctx.smoothing / ctx.classes
-        if slope.shape[-1]:
-            own = (ctx.smoothing - 1) * (~elsewhere).to(slope.dtype)
-            slope.scatter_add_(-1, index, own.unsqueeze(-1))
-        slope *= grad.masked_fill(ignored, 0.0).unsqueeze(-1)
-        return slope.to(ctx.dtype), None, None, None, None, None
-
-
-def _summed(parts: list[torch.Tensor], comm: Communicator) -> list[torch.Tensor]:
-    stacked = torch.stack(parts)
-    comm.all_reduce(stacked)
-    return list(stacked)

@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.errors import UsageError
+from unisono.mesh.bucket import buckets_of
 from unisono.mesh.mesh import Mesh
-from unisono.parallel.data.bucket import buckets_of
-from unisono.parallel.layout import set_layout
+from unisono.parallel.layout import set_layout, summed_parameters
 from unisono.parallel.zero.shards import ShardBucket, ZeroShard
 from unisono.parallel.zero.units import Units
 from unisono.parallel.zero.zero import ShardedOptimizer
@@ -44,11 +44,13 @@ class FullyShardedOptimizer(ShardedOptimizer):
     ) -> list[ShardBucket]:
         self._units = self._make_units()
         buckets = [
-            (unit, each) for unit in self._units for each in buckets_of(unit.named, self.mesh, 2**62, self._bucket)
+            (unit, each)
+            for unit in self._units
+            for each in buckets_of(summed_parameters(unit.named, self.mesh), self.mesh, 2**62, self._bucket)
         ]
         return [bucket for unit, bucket in buckets if unit.adopt(bucket)]
 
-    def _take(self, shard: ZeroShard) -> None:
+    def _make_optimized(self, shard: ZeroShard) -> None:
         local = shard.own(shard.parameter.data)
         if self._needs_copy(shard.name, shard.parameter):
             shard.optimized = self._copy(shard.parameter, local)

@@ -17,7 +17,7 @@ from torch import nn
 
 from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
-from unisono.parallel.data.bucket import Bucket, Spare
+from unisono.mesh.bucket import Bucket, Spare
 from unisono.parallel.layout import Axes, Layout, Split, layout_of
 from unisono.torch_compat import foreach_copy_
 

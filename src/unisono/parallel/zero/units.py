@@ -154,21 +154,21 @@ class Units:
         """`comm`: the ranks that the parameters are sharded over. `users`: in a pipeline, the stages here that use a
         parameter; `chosen` are then the blocks here."""
         modules = listed_units(model) if chosen is None else chosen
-        homes: dict[int, list[nn.Module]] = {}
+        units_of: dict[int, list[nn.Module]] = {}
         for module in modules:
             for parameter in module.parameters():
-                homes.setdefault(id(parameter), []).append(module)
+                units_of.setdefault(id(parameter), []).append(module)
         named: dict[int, list[tuple[str, nn.Parameter]]] = {id(module): [] for module in modules}
         outside: dict[tuple[int, ...] | None, list[tuple[str, nn.Parameter]]] = {} if users else {None: []}
         for name, parameter in model.named_parameters():
-            home = homes.get(id(parameter), [])
-            if len(home) == 1 and home[0] is not model:
-                named[id(home[0])].append((name, parameter))
+            modules_of = units_of.get(id(parameter), [])
+            if len(modules_of) == 1 and modules_of[0] is not model:
+                named[id(modules_of[0])].append((name, parameter))
             else:
                 outside.setdefault(users[name] if users else None, []).append((name, parameter))
         self.roots = [Unit(model, members, stages) for stages, members in outside.items()]
         self._units = [*self.roots, *[Unit(m, named[id(m)]) for m in modules if m is not model and named[id(m)]]]
-        self._home = {name: unit for unit in self._units for name, _ in unit.named}
+        self._unit_of = {name: unit for unit in self._units for name, _ in unit.named}
         self._stage: int | None = None  # of a pipeline: the one at work
         self._orders: dict[int | None, list[Unit]] = {}  # of the forward, as far as it is known
         self._is_running = False
@@ -191,12 +191,12 @@ class Units:
         return iter(self._units)
 
     def keep_shard(self, shard: ZeroShard, local: torch.Tensor) -> None:
-        self._home[shard.name].keep_shard(shard, local)
+        self._unit_of[shard.name].keep_shard(shard, local)
 
     @torch.no_grad()
     def refresh(self, shards: Iterable[ZeroShard]) -> None:
         for shard in shards:
-            self._home[shard.name].refresh(shard)
+            self._unit_of[shard.name].refresh(shard)
 
     def start(self, send: Callable[[ShardBucket], None], ended: Callable[[], None] = lambda: None) -> None:
         """Put hooks on the units' modules and parameters; `send` takes a bucket's gradients off, and `ended` is called

@@ -35,13 +35,13 @@ from torch.utils._pytree import tree_leaves
 from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.errors import UsageError
+from unisono.mesh.bucket import BUCKET_BYTES, Spare, buckets_of, gradient_dtype
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.named_groups import NamedParameters
 from unisono.parallel.checks.optimizer_scope import OptimizerScope, require_full_parameters
-from unisono.parallel.data.bucket import BUCKET_BYTES, Spare, buckets_of, gradient_dtype, summed_axes
 from unisono.parallel.data.reducer import Reducer
-from unisono.parallel.layout import layout_of, set_layout
-from unisono.parallel.master_weights import MasterWeights, Versions, hand_over, take_changes
+from unisono.parallel.layout import set_layout, summed_axes, summed_parameters
+from unisono.parallel.master_weights import MasterWeights, Versions, copy_of, hand_over, take_changes
 from unisono.parallel.precision import HALF_DTYPES, round_parameter
 from unisono.parallel.zero.shards import ShardBucket, ZeroShard, assigned_evenly, assigned_in_full
 from unisono.parallel.zero.units import Units
@@ -116,7 +116,7 @@ class ShardedOptimizer(Reducer[ShardBucket]):
         for bucket in buckets:
             for shard in bucket.shards:
                 fill(shard.name, shard.parameter)
-                self._take(shard)
+                self._make_optimized(shard)
         self._hand_over()
         super().__init__(buckets, watch=stage == 1 or (stage == 2 and not self._is_pipeline))
         self._copied = {name: each for name, each in self.shards.items() if self._needs_copy(name, each.parameter)}
@@ -131,13 +131,13 @@ class ShardedOptimizer(Reducer[ShardBucket]):
         """In stage 2 of a pipeline by stage: gradients of what several stages here use stay until the end of the step,
         and travel once."""
         if self.stage == 1 or users is None:
-            return buckets_of(named, self.mesh, bucket_bytes, self._bucket)
+            return buckets_of(summed_parameters(named, self.mesh), self.mesh, bucket_bytes, self._bucket)
         groups: dict[tuple[int, ...], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in named:
             groups.setdefault(users[name], []).append((name, parameter))
         buckets = []
         for stages, members in groups.items():
-            made = buckets_of(members, self.mesh, bucket_bytes, self._bucket)
+            made = buckets_of(summed_parameters(members, self.mesh), self.mesh, bucket_bytes, self._bucket)
             buckets += made
             if len(stages) == 1:
                 self._of_stage[stages[0]] = made
@@ -161,7 +161,7 @@ class ShardedOptimizer(Reducer[ShardBucket]):
         bucket.reduce_in(self._reduce_dtype)
         return bucket
 
-    def _take(self, shard: ZeroShard) -> None:
+    def _make_optimized(self, shard: ZeroShard) -> None:
         """Make what the optimizer will see of a parameter."""
         local = shard.own(shard.parameter.data)
         if self._needs_copy(shard.name, shard.parameter):
@@ -204,9 +204,7 @@ class ShardedOptimizer(Reducer[ShardBucket]):
     def _copy(self, parameter: nn.Parameter, local: torch.Tensor) -> nn.Parameter:
         """What the optimizer has of a parameter that is half, or on a device with little memory."""
         dtype = torch.float32 if parameter.dtype in HALF_DTYPES and self._has_masters else parameter.dtype
-        copy = nn.Parameter(local.to("cpu" if self._offload else parameter.device, dtype, copy=True))
-        set_layout(copy, layout_of(parameter))
-        return copy
+        return copy_of(parameter, local, dtype, "cpu" if self._offload else parameter.device)
 
     def _hand_over(self) -> None:
         """Let the optimizer see shards instead of parameters, and shard the state that it has already."""
@@ -252,31 +250,31 @@ class ShardedOptimizer(Reducer[ShardBucket]):
         else:
             super()._complete()
 
-    def _leave(self, bucket: ShardBucket) -> Handle:
+    def _reduce_async(self, bucket: ShardBucket) -> Handle:
         if self.stage > 1:  # or finished messages would use up the memory that the stage saves
             self._running = [other for other in self._running if other.handle is not None]
             while len(self._running) >= _MESSAGES:
-                self._land(self._running.pop(0))
+                self._wait_for(self._running.pop(0))
             self._running.append(bucket)
         bucket.sent = bucket.message()
         if bucket.everyone is bucket.comm:
             return bucket.comm.reduce_scatter(bucket.sent, async_op=True)
         return self.mesh.comm(COPIES).all_reduce(bucket.comm.reduce_scatter(bucket.sent), async_op=True)
 
-    def _land(self, bucket: ShardBucket) -> None:
-        super()._land(bucket)
+    def _wait_for(self, bucket: ShardBucket) -> None:
+        super()._wait_for(bucket)
         if bucket.sent is not None:
             self._spare.put(bucket.sent)
             bucket.sent = None
 
-    def _settle(self, bucket: ShardBucket, total: torch.Tensor) -> None:
+    def _store_gradients(self, bucket: ShardBucket, total: torch.Tensor) -> None:
         for shard, gradient in zip(bucket.shards, bucket.mine_in(total), strict=True):
             if shard.earlier is not None and self.is_own:
                 shard.optimized.grad = shard.earlier
             shard.earlier = None
-            self._give(shard.optimized, gradient)
+            self._store_gradient(shard.optimized, gradient)
 
-    def _give(self, optimized: nn.Parameter, gradient: torch.Tensor) -> None:
+    def _store_gradient(self, optimized: nn.Parameter, gradient: torch.Tensor) -> None:
         gradient = gradient.to(optimized.device, gradient_dtype(optimized))
         if self.is_own and optimized.grad is not None:
             self._kept.add(id(optimized))

@@ -21,6 +21,7 @@ from itertools import accumulate
 from math import ceil, prod
 from typing import NamedTuple
 
+from unisono.mesh.bucket import BUCKET_BYTES
 from unisono.plan.plan import Plan
 from unisono.plan.profile.model_profile import (
     ModelProfile,
@@ -32,8 +33,6 @@ from unisono.plan.profile.model_profile import (
     hidden_bytes,
 )
 from unisono.plan.profile.stages import Stages
-
-BUCKET = 25 * 2**20  # bytes of gradients that travel together
 
 
 @dataclass(frozen=True)
@@ -387,7 +386,7 @@ class MemoryModel:
     def _bucket(self, plan: Plan, state: ModelState) -> float:
         if plan.dp * plan.cp == 1:
             return 0.0
-        return min(max(BUCKET, self._largest_weight / plan.tp), float(state.sent))
+        return min(max(BUCKET_BYTES, self._largest_weight / plan.tp), float(state.sent))
 
     def _stepping(self, plan: Plan, state: ModelState, kept: tuple[float, float], rank: int) -> Footprint:
         """While the optimizer steps: gradients as it sees them, its temporaries, and then what ZeRO gathers."""

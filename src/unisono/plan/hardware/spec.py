@@ -11,8 +11,8 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 
+from unisono.amounts import shortfall
 from unisono.errors import UsageError
-from unisono.plan.format import shortfall
 
 # ---- curves ----------------------------------------------------------------------------------------------------------
 

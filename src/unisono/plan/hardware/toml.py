@@ -16,12 +16,11 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
+from unisono.amounts import parse_amount
 from unisono.errors import UsageError
 from unisono.plan.hardware.spec import Curve, Hardware, Link
 from unisono.regular_files import read_text
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
-_UNITS |= {f"{unit}i": 1 << (10 * power) for power, unit in enumerate("KMGTP", start=1)}
 _LARGEST = 1 << 20  # bytes of a file
 _MACHINES = Path(__file__).with_name("machines")
 
@@ -176,14 +175,11 @@ class _TomlReader:
         return float(value)
 
     def _with_unit(self, table: str, key: str, text: str) -> float:
-        match = re.fullmatch(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([KMGTP]i?|)(?:B|B/s|FLOP/s)?\s*", text)
-        if match is None:
+        value = parse_amount(text, "", "B", "B/s", "FLOP/s")
+        if value is None:
             self._fail(f'[{table}] {key} = {text!r}; expected a number, or text such as "80 GiB"')
-        assert match is not None
-        try:
-            return float(match[1]) * _UNITS[match[2]]
-        except ValueError:
-            return math.nan
+        assert value is not None
+        return value
 
     def count(self, table: str, given: dict[str, Any], key: str) -> int:
         value = self.number(table, given, key)

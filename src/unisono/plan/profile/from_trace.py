@@ -19,7 +19,7 @@ from unisono.graph.capture.op import Memory, Op, TensorSpec
 from unisono.graph.capture.trace import Trace
 from unisono.plan.profile.backward import held_by_ops, is_view, moved_back
 from unisono.plan.profile.model_profile import ModelProfile, OpCost, OptimizerState, Segment, Weight
-from unisono.plan.profile.selective import Value, choose, is_cheap
+from unisono.plan.profile.selective import Value, choose, is_cast, is_cheap
 
 
 @dataclass(frozen=True)
@@ -337,6 +337,7 @@ class _Selection:
         self.kept_instead: dict[str, int] = {}  # bytes, by the op that reads them
         values: dict[int, Value] = {}
         makers: dict[Value, str] = {}
+        casts: dict[object, Value] = {}
 
         def of(memory: Memory) -> Value:
             return values.setdefault(memory[0], Value(memory[1]))
@@ -347,9 +348,12 @@ class _Selection:
             inputs = [of(memory) for memory in given]
             fresh = [memory for memory in trace.memory[op.name] if memory[0] not in known]
             if is_cheap(op.target):
+                cast = (op.target, op.outputs, op.inputs) if is_cast(op.target) else None
                 for number, size in fresh:
-                    values[number] = Value(size, inputs, op.bytes_moved)
-                    makers[values[number]] = op.name
+                    made = Value(size, inputs, op.bytes_moved, repeats=casts.get(cast))
+                    values[number], makers[made] = made, op.name
+                    if cast is not None:
+                        casts.setdefault(cast, made)
             for memory in op.saves:
                 of(memory).is_saved = True
         choose(values.values())
@@ -363,7 +367,8 @@ class _Selection:
         name = makers[value]
         if name in self.repeated:
             return
-        self.repeated.add(name)
+        if value.repeats is None:
+            self.repeated.add(name)
         for given in value.inputs:
             if given.is_source and not given.is_saved:
                 self.kept_instead[name] = self.kept_instead.get(name, 0) + given.nbytes

@@ -8,6 +8,8 @@ A dropped value is computed from values that are kept: saved ones, or the inputs
 float32 of a bfloat16 residual stream keeps the stream and drops its float32 copy. Random numbers and collectives are
 never repeated.
 
+The same cast of the same value, which autocast makes for each of the layers that share an input, is kept once.
+
 `choose` is the policy. It runs twice: on a block's real tensors (parallel/recomputation/selective.py), and on those of
 a trace, for the memory and time of plans (from_trace.py).
 """
@@ -35,14 +37,28 @@ _CHEAP = frozenset(f"aten.{name}" for name in (*_COPIES, *_NORMS))
 class Value:
     """A tensor's memory: what made it, and what becomes of it."""
 
-    __slots__ = ("inputs", "is_changed", "is_dropped", "is_recomputable", "is_saved", "is_source", "moved", "nbytes")
+    __slots__ = (
+        "inputs",
+        "is_changed",
+        "is_dropped",
+        "is_recomputable",
+        "is_saved",
+        "is_source",
+        "moved",
+        "nbytes",
+        "repeats",
+    )
 
-    def __init__(self, nbytes: int, inputs: Sequence[Value] | None = None, moved: int = 0) -> None:
-        """inputs: of the cheap op that made it; None where another op did. moved: bytes which that op moves."""
+    def __init__(
+        self, nbytes: int, inputs: Sequence[Value] | None = None, moved: int = 0, *, repeats: Value | None = None
+    ) -> None:
+        """inputs: of the cheap op that made it; None where another op did. moved: bytes which that op moves. repeats:
+        the earlier value that is the same."""
         self.nbytes = nbytes
-        self.inputs = inputs or ()
+        self.inputs = (inputs or ()) if repeats is None else (repeats,)
         self.is_recomputable = inputs is not None
-        self.moved = moved
+        self.moved = moved if repeats is None else 0
+        self.repeats = repeats
         self.is_saved = False  # by autograd
         self.is_changed = False  # in place, since it was made
         self.is_dropped = False
@@ -90,6 +106,23 @@ def _sources(value: Value) -> tuple[set[Value], int] | None:
                 visited.add(given)
                 pending.append(given)
     return sources, moved
+
+
+def recomputed_with(value: Value) -> set[Value]:
+    """A dropped value, and all that is computed again on the way from what is kept to it."""
+    found = {value}
+    pending = [value]
+    while pending:
+        for given in pending.pop().inputs:
+            if not given.is_kept and given.is_recomputable and given not in found:
+                found.add(given)
+                pending.append(given)
+    return found
+
+
+def is_cast(op: Any) -> bool:
+    """Whether an op gives the values of its input another dtype, in an eager run or in a trace."""
+    return op in (torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype)
 
 
 @cache

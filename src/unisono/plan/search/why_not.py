@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from unisono.amounts import format_bytes
 from unisono.plan.cost.collective import group
-from unisono.plan.format import format_bytes
 from unisono.plan.plan import REPLICAS, Plan
 from unisono.plan.search.neighbours import neighbours
 from unisono.plan.search.search import TIE, Candidate, Search

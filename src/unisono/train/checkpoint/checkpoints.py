@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from unisono.comm.rendezvous import world
 from unisono.errors import CheckpointError, UnisonoError, UsageError
 from unisono.parallel.trainer import Trainer
+from unisono.train.checkpoint.folder_lock import FolderLock
 from unisono.train.checkpoint.inventory import Inventory, Shapes, collect, shapes_here
 from unisono.train.checkpoint.manifest import NAME as MANIFEST
 from unisono.train.checkpoint.manifest import Manifest, differences, shown
@@ -61,6 +62,7 @@ class Checkpoints:
         self._staging = Staging()
         self._pending: Saving | None = None
         self._token = ""  # of this job's saves; "" before the first
+        self.lock: FolderLock | None = None  # that of a run folder around this one; else from the first save on
 
     def __repr__(self) -> str:
         return f"Checkpoints({str(self.folder)!r}, keep={self.keep})"
@@ -90,6 +92,7 @@ class Checkpoints:
         return self._path(step)
 
     def _begin(self, trainer: Trainer, step: int, data_state: Any, inventory: Inventory, wait: bool) -> None:
+        self._require_lock()
         if not self._token:  # this job writes to the folder from now on
             if self._rank == 0:
                 remove_leftovers(self.folder)
@@ -104,11 +107,22 @@ class Checkpoints:
         }
         target = Target(self.folder, step, self._token, self._rank, self._ranks)
         if wait:
-            self._pending = Saving(target, inventory, tensors, about, self.keep)
+            self._pending = Saving(target, inventory, tensors, about, self.keep, self._lost)
             self.wait()
         else:
-            self._pending = Saving(target, inventory, self._staging.copied(tensors), about, self.keep)
+            self._pending = Saving(target, inventory, self._staging.copied(tensors), about, self.keep, self._lost)
             self._pending.start()
+
+    def _require_lock(self) -> None:
+        """UsageError on every rank if another job writes to the folder."""
+        if self.lock is None:
+            self.lock = FolderLock(self.folder)
+        else:
+            self.lock.require()
+
+    def _lost(self) -> str:
+        """Why the folder is no longer this job's; "" if it is."""
+        return "" if self.lock is None else self.lock.problem()
 
     def wait(self) -> None:
         """Wait until the pending checkpoint is published; every rank calls it, at the latest when training ends."""
@@ -122,6 +136,7 @@ class Checkpoints:
             if self._rank == 0:
                 saving.abort()
             self._from_first(None)  # until then: a next save of the step writes to the same folder
+            self._require_lock()
             rank, error = min(failures.items())
             before = "earlier checkpoints are intact" if steps_in(self.folder) else "there is no earlier one"
             raise CheckpointError(

@@ -168,7 +168,7 @@ class _InventoryCollector:
             entry = f"optimizer.{name}.{key}"
             if is_sharded_like(value, parameter):
                 self._add_sharded(entry, value, name, parameter)
-                found[key] = {"laid": entry}
+                found[key] = {"sharded_tensor": entry}
             else:
                 found[key] = self._encoded(value, entry, is_writer=is_writer_here)
         return found if is_writer_here else None

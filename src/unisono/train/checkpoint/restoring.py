@@ -24,6 +24,8 @@ from unisono.train.checkpoint.inventory import ByParameter, Entry, decoded, dtyp
 from unisono.train.checkpoint.manifest import Manifest
 from unisono.train.checkpoint.saving import cause_of
 
+_SHARDED_BEFORE = "laid"  # what earlier versions wrote for "sharded_tensor"
+
 
 def read_entries(folder: Path, manifest: Manifest, entries: Sequence[Entry]) -> None:
     """Fill the entries from the checkpoint."""
@@ -133,10 +135,11 @@ class Restoration:
         """Empty optimizer state of a parameter on this rank, to be filled."""
         state: dict[str, Any] = {}
         for key, entry in self.manifest.optimizer["state"].get(name, {}).items():
-            if isinstance(entry, dict) and "laid" in entry:
-                saved = self.manifest.tensors[entry["laid"]]["dtype"]
+            content = entry.get("sharded_tensor", entry.get(_SHARDED_BEFORE)) if isinstance(entry, dict) else None
+            if content is not None:
+                saved = self.manifest.tensors[content]["dtype"]
                 state[key] = torch.empty_like(parameter, dtype=self._dtype(name, parameter, saved), requires_grad=False)
-                self._add_sharded(entry["laid"], state[key], parameter)
+                self._add_sharded(content, state[key], parameter)
             else:
                 device = self._device(key, parameter)
                 state[key] = decoded(entry, lambda name, device=device: self._common(name, device))  # type: ignore[misc]
@@ -169,6 +172,8 @@ class Restoration:
     def _install(self, states: dict[int, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
         trainer = self.trainer
         optimized = [tensor for _, tensor in trainer.optimized()]
+        if trainer.cuda_graph is not None:
+            trainer.cuda_graph.forget()
         trainer.optimizer.state.clear()
         for tensor in optimized:
             if states[id(tensor)]:

@@ -16,7 +16,7 @@ import re
 import shutil
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from unisono.graph.render.sizes import size_text
+from unisono.amounts import format_bytes
+from unisono.errors import CheckpointError
 from unisono.train.checkpoint.chunk_files import CHECKSUM, RankWriter, sync_folder
 from unisono.train.checkpoint.dcp_planners import ChunkSavePlanner
 from unisono.train.checkpoint.inventory import Inventory
@@ -73,12 +74,15 @@ class Saving:
         tensors: Sequence[torch.Tensor],
         about: dict[str, Any],
         keep: int | None,
+        lost: Callable[[], str] = str,
     ) -> None:
+        """lost: why the folder is no longer this job's, "" if it is; asked before the checkpoint is published."""
         self.target = target
         self._inventory = inventory
         self._planner = ChunkSavePlanner(inventory.entries, tensors)
         self._about = about
         self._keep = keep
+        self._lost = lost
         self._aborted = threading.Event()
         self._written = threading.Event()
         self._thread: threading.Thread | None = None
@@ -142,7 +146,7 @@ class Saving:
         except OSError as error:
             self.write_error = (
                 f"{error.strerror or error} ({error.filename or target.temporary}); the rank had "
-                f"{size_text(self._inventory.nbytes)} to write{_free_space(target.folder)}"
+                f"{format_bytes(self._inventory.nbytes)} to write{_free_space(target.folder)}"
             )
         except Exception as error:
             self.write_error = f"{type(error).__name__}: {error}"
@@ -170,6 +174,8 @@ class Saving:
             for index in indices:
                 index.unlink()
             sync_folder(target.temporary)
+            if lost := self._lost():
+                raise CheckpointError(lost)
             replace_folder(target.temporary, target.published)
             if self._keep is not None:
                 delete_old(target.folder, self._keep, target.step)
@@ -250,7 +256,7 @@ def remove_leftovers(folder: Path) -> None:
 
 def _free_space(folder: Path) -> str:
     try:
-        return f", {size_text(shutil.disk_usage(folder).free)} are free"
+        return f", {format_bytes(shutil.disk_usage(folder).free)} are free"
     except OSError:
         return ""
 

@@ -68,7 +68,7 @@ class GivenBatches:
         """Batches from the current position to the end of so many epochs; None if unknown."""
         return None if self.batches is None else max(self.batches * (epochs - self.epoch) - self.position, 0)
 
-    def first(self, whole: bool = True) -> Any:
+    def first(self, global_batches: bool = True) -> Any:
         """The next batch, without advancing; None if there is none."""
         generators = [each for each in (self._loader.generator, _sampler_generator(self._loader)) if each is not None]
         states = [generator.get_state() for generator in generators]

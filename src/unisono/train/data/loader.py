@@ -24,7 +24,15 @@ from torch.utils.data import DataLoader, default_collate
 from unisono.errors import UsageError
 from unisono.parallel.share import BatchDim, Share, batch_slice, require_batch_dim
 from unisono.train.data.dataset_sample import fingerprint, warn_of_other_data
-from unisono.train.data.reading import BatchDataset, Batcher, BatchStream, Collate, Request, is_iterable_only
+from unisono.train.data.reading import (
+    BatchDataset,
+    Batcher,
+    BatchStream,
+    Collate,
+    Request,
+    collate_samples,
+    is_iterable_only,
+)
 from unisono.train.data.sample_order import COMPUTED_ABOVE, SampleOrder, order
 from unisono.train.data.sampler import require_part, require_whole_number
 
@@ -42,8 +50,8 @@ class Loader:
         drop_last: Drop the last batch of an epoch if it is smaller.
         workers: Processes that read samples.
         collate: Makes a batch from a list of samples.
-        whole: Whether ranks read and collate full batches, of which the trainer takes its part; default with a custom
-            collate, since one that pads needs all samples of a batch.
+        global_batches: Whether ranks read and collate full batches, of which the trainer takes its part; default with a
+            custom collate, since one that pads needs all samples of a batch.
         pairs: False allows batches that are not (inputs, targets), for predictions.
         device: Where batches are put.
         pin_memory: Whether they are copied there from pinned memory.
@@ -61,7 +69,7 @@ class Loader:
         drop_last: bool = False,
         workers: int = 0,
         collate: Collate | None = None,
-        whole: bool | None = None,
+        global_batches: bool | None = None,
         pairs: bool = True,
         device: torch.device | str | None = None,
         pin_memory: bool = False,
@@ -82,8 +90,10 @@ class Loader:
                 "use a smaller batch_size"
             )
         self.shuffle = self.samples is not None if shuffle is None else shuffle
-        whole = collate is not None if whole is None else whole
-        self._batcher = Batcher(require_part(part), collate or default_collate, whole, pairs, batch_dim)
+        global_batches = collate is not None if global_batches is None else global_batches
+        if collate is None or collate is default_collate:
+            collate = collate_samples
+        self._batcher = Batcher(require_part(part), collate, global_batches, pairs, batch_dim)
         self.epoch = 0
         self.position = 0  # in the epoch's order, in samples of all ranks
         self._last: Request | None = None
@@ -107,14 +117,14 @@ class Loader:
         full, rest = divmod(self.samples - self.position, self.batch_size)
         return full + bool(rest and not self.drop_last) + len(self) * (epochs - self.epoch - 1)
 
-    def first(self, whole: bool = False) -> Any:
+    def first(self, global_batches: bool = False) -> Any:
         """The next batch, without advancing the loader; None if there is none.
 
-        whole: with the samples of all ranks.
+        global_batches: with the samples of all ranks.
         """
         ahead = copy.copy(self)
         ahead.workers = 0
-        if whole:
+        if global_batches:
             ahead._batcher = replace(self._batcher, part=(0, 1))
         return next(iter(ahead), None)
 
@@ -143,7 +153,7 @@ class Loader:
             self.position, self._last = request.stop, request
             if self.device is not None:
                 batch = tree_map(self._to_device, batch)
-            if self._batcher.whole:
+            if self._batcher.global_batches:
                 yield batch
             else:
                 batch_size = request.stop - request.start
@@ -261,6 +271,11 @@ def _require_samples(dataset: Any) -> None:
         raise UsageError(
             f"a {type(dataset).__name__} as a dataset, which can be read only once; expected a dataset that can be "
             "read in every epoch and after a resume: a list, a torch Dataset, an IterableDataset"
+        )
+    if isinstance(dataset, Mapping) and any(hasattr(each, "column_names") for each in dataset.values()):
+        raise UsageError(
+            f"a {type(dataset).__name__} with the splits {', '.join(map(str, dataset))} as a dataset; give one of "
+            f"them, as dataset[{next(iter(dataset))!r}]"
         )
     if isinstance(dataset, Mapping):
         raise UsageError("a dict as a dataset; expected a torch Dataset or a list of (inputs, targets)")

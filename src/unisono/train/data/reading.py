@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,25 @@ from unisono.parallel.share import BatchDim, batch_size_of, batch_slice, dims_of
 from unisono.train.data.sampler import seed_from
 
 Collate = Callable[[list[Any]], Any]
+
+
+def collate_samples(samples: list[Any]) -> Any:
+    """torch's default_collate, but lists of numbers in samples that are dicts are tensors, as in transformers."""
+    if isinstance(samples[0], Mapping):
+        samples = [{name: _tensor(value) for name, value in sample.items()} for sample in samples]
+    return default_collate(samples)
+
+
+def _tensor(value: Any) -> Any:
+    first = value
+    while isinstance(first, list) and first:
+        first = first[0]
+    if not isinstance(value, list) or not isinstance(first, Number | list):  # a list of tensors or arrays stays one
+        return value
+    try:
+        return torch.tensor(value)
+    except (TypeError, ValueError, RuntimeError):  # None among numbers, or rows of different lengths
+        return value
 
 
 class Request(NamedTuple):
@@ -43,13 +63,13 @@ class Batcher:
 
     part: tuple[int, int]
     collate: Collate
-    whole: bool
+    global_batches: bool
     pairs: bool
     batch_dim: BatchDim = 0
 
     def held(self, batch_size: int) -> range:
         """The samples of a batch of so many that are read here."""
-        if self.whole:
+        if self.global_batches:
             return range(batch_size)
         index, count = self.part
         held = Split.even((), 0, batch_size, count).held[index]
@@ -60,11 +80,12 @@ class Batcher:
         try:
             made = self.collate(samples)
         except (RuntimeError, TypeError, KeyError) as error:
-            if self.collate is not default_collate:
+            if self.collate is not collate_samples:
                 raise
             raise UsageError(
                 f"samples of this dataset cannot be collated: {str(error).splitlines()[0]}; give them equal shapes, "
-                "or use uni.Loader(dataset, batch_size, collate=...) with a function that pads them"
+                "or a function that pads them as collate= of uni.Engine or uni.Loader, as transformers' "
+                "DataCollatorWithPadding(tokenizer)"
             ) from None
         return self.checked(made, batch_size)
 
@@ -79,7 +100,7 @@ class Batcher:
                     "pairs, or use uni.Loader(dataset, batch_size, collate=...) to make them from a list of samples"
                 )
             made = (as_inputs(made[0]), made[1])
-        if self.collate is default_collate:
+        if self.collate is collate_samples:
             made = self._arranged(made)
         found = first_batch_size(made, self.dim) if self.part[1] == 1 else batch_size_of(made, self.dim)
         if found not in (batch_size, 1):
@@ -108,7 +129,7 @@ class BatchDataset(Dataset[Any]):
         self.data, self.batcher, self.seed = data, batcher, seed
 
     def __getitem__(self, request: Request) -> Any:
-        if type(self.data) is TensorDataset and self.batcher.collate is default_collate:
+        if type(self.data) is TensorDataset and self.batcher.collate is collate_samples:
             indices = torch.as_tensor(request.samples)
             return self.batcher.checked(
                 [tensor[indices.to(tensor.device)] for tensor in self.data.tensors], request.batch_size

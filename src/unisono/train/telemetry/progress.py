@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from unisono.amounts import MIB, format_bytes, format_clock, format_seconds
 from unisono.launch.notebook import is_notebook
 from unisono.train.callbacks import Callback, StepInfo
 
@@ -99,7 +100,7 @@ class Display(Callback):
 
     def _text(self, info: StepInfo) -> str:
         of = f"/{info.steps}" if info.steps else ""
-        left = f", {_clock(self._seconds_left(info))} left" if info.steps else ""
+        left = f", {format_clock(self._seconds_left(info))} left" if info.steps else ""
         return f"epoch {info.epoch} step {info.step}{of} {_step_text(info, self._memory)}{left}"
 
     def _is_line_due(self, info: StepInfo) -> bool:
@@ -162,16 +163,11 @@ def _parts(info: StepInfo, memory: tuple[int, ...]) -> dict[str, str]:
         parts["mfu"] = f"{info.mfu:.0%} MFU"
     if info.gradient_norm is not None and info.weight_norm is not None:
         parts["norms"] = f"gradient norm {info.gradient_norm:.3g}, weight norm {info.weight_norm:.4g}"
-    parts["step"] = f"{1000 * info.seconds:.0f} ms/step"
+    parts["step"] = format_seconds(info.seconds, "ms", 0) + "/step"
     if info.predicted is not None:
         parts["predicted"] = f"(predicted {1000 * info.predicted:.0f})"
     if memory:
-        low, high = min(memory) / 2**20, max(memory) / 2**20
-        parts["memory"] = f"{high:.0f} MiB/rank" if high - low < 1 else f"{low:.0f}-{high:.0f} MiB/rank"
+        low, high = min(memory), max(memory)
+        least = "" if high - low < MIB else f"{low / MIB:.0f}-"
+        parts["memory"] = f"{least}{format_bytes(high, 'MiB', 0)}/rank"
     return parts
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -7,37 +7,31 @@ program.html      the program of a step beside that of one device
 tensorboard/      the numbers of steps.jsonl, if tensorboard is installed (loggers.py)
 profile/          traces of torch's profiler, with fit(profile_steps=...)
 checkpoints/      see train/checkpoint/
-run.lock          held by rank 0 while a job runs here: which process, on which host
+run.lock          held by rank 0 while a job runs here (checkpoint/folder_lock.py)
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import math
 import os
 import shutil
-import socket
 import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+from unisono.amounts import format_bytes
 from unisono.errors import UsageError
-from unisono.graph.render.sizes import size_text
-from unisono.launch import environment
 from unisono.regular_files import parse_json, read_json, read_text
 from unisono.train.callbacks import Callback, StepInfo
+from unisono.train.checkpoint.folder_lock import CHECKPOINTS, FolderLock
 
 if TYPE_CHECKING:
     from unisono.train.engine import Engine
-
-
-_SOON = 3.0  # seconds in which a process that was just killed gives its lock back
-_LATE = 30.0  # in a restart, where it may have been on a host that was lost
 
 
 class RunFolder(Callback):
@@ -51,48 +45,16 @@ class RunFolder(Callback):
 
     @property
     def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+        return self.path / CHECKPOINTS
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Keep other jobs out while this one runs; UsageError if one is there. However this process ends, the system
-        then releases the lock."""
-        lock = self._locked() if self._rank == 0 else None
+    def held(self) -> Iterator[FolderLock]:
+        """Keep other jobs out while this one runs; UsageError on every rank if one is there."""
+        lock = FolderLock(self.path)
         try:
-            yield
+            yield lock
         finally:
-            if lock is not None:
-                lock.close()
-
-    def _locked(self) -> TextIO | None:
-        """A lock of this process, which its children do not inherit. None where the file system has none."""
-        file = None
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            file = open(self.path / "run.lock", "a+", encoding="utf-8")  # noqa: SIM115  # closing it ends the lock
-            is_restart = os.environ.get(environment.ATTEMPT, "0") != "0"
-            deadline = time.monotonic() + (_LATE if is_restart else _SOON)
-            while not _is_taken(file):
-                if time.monotonic() > deadline:
-                    file.seek(0)
-                    owner = file.read().strip() or "another process"
-                    raise UsageError(
-                        f"run folder {self.path} is in use by {owner}: two jobs in one folder would go on from each "
-                        "other's checkpoints; give another folder, or wait until that one has ended"
-                    )
-                time.sleep(0.1)
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on host {socket.gethostname()}, since {time.ctime()}\n")
-            file.flush()
-            return file
-        except OSError:  # no locks here, or no folder, which `open` reports
-            if file is not None:
-                file.close()
-            return None
-        except UsageError:
-            assert file is not None
-            file.close()
-            raise
+            lock.release()
 
     def open(self, about: dict[str, Any], first_step: int) -> None:
         """Create the folder, or continue in it; UsageError if another model was trained there."""
@@ -211,7 +173,7 @@ def _shown(model: Any) -> str:
 
 def free_space(folder: Path) -> str:
     try:
-        return f", {size_text(shutil.disk_usage(folder).free)} are free there"
+        return f", {format_bytes(shutil.disk_usage(folder).free)} are free there"
     except OSError:
         return ""
 
@@ -234,13 +196,3 @@ def _replace(path: Path, text: str, is_synced: bool = False) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
-
-
-def _is_taken(file: TextIO) -> bool:
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            return False
-        raise
-    return True

@@ -16,6 +16,6 @@ from unisono.compat.mindspore.common.parameter import ParameterTuple as Paramete
 from unisono.compat.mindspore.common.seed import get_seed as get_seed
 from unisono.compat.mindspore.common.seed import set_seed as set_seed
 from unisono.compat.mindspore.common.tensor import Tensor as Tensor
-from unisono.compat.mindspore.missing import missing_in
+from unisono.compat.mindspore.mindspore_names import missing_names
 
-__getattr__ = missing_in(__name__)
+__getattr__ = missing_names(__name__)

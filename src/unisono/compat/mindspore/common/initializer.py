@@ -17,10 +17,10 @@ from torch.nn import init
 from unisono.compat.language import say
 from unisono.compat.mindspore.common.seed import next_generator
 from unisono.compat.mindspore.common.tensor import Tensor, plain
-from unisono.compat.mindspore.missing import missing_in
+from unisono.compat.mindspore.mindspore_names import missing_names
 from unisono.errors import UsageError
 
-__getattr__ = missing_in(__name__)
+__getattr__ = missing_names(__name__)
 
 
 class Initializer(abc.ABC):

@@ -5,6 +5,6 @@ from __future__ import annotations
 from unisono.compat.mindspore.dataset.datasets import Dataset as Dataset
 from unisono.compat.mindspore.dataset.datasets import GeneratorDataset as GeneratorDataset
 from unisono.compat.mindspore.dataset.datasets import NumpySlicesDataset as NumpySlicesDataset
-from unisono.compat.mindspore.missing import missing_in
+from unisono.compat.mindspore.mindspore_names import missing_names
 
-__getattr__ = missing_in(__name__)
+__getattr__ = missing_names(__name__)

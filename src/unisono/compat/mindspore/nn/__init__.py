@@ -9,7 +9,7 @@ dynamic_lr  a learning rate for each step
 
 from __future__ import annotations
 
-from unisono.compat.mindspore.missing import missing_in
+from unisono.compat.mindspore.mindspore_names import missing_names
 from unisono.compat.mindspore.nn.cell import Cell as Cell
 from unisono.compat.mindspore.nn.cell import CellList as CellList
 from unisono.compat.mindspore.nn.cell import SequentialCell as SequentialCell
@@ -43,4 +43,4 @@ from unisono.compat.mindspore.nn.optim import AdamWeightDecay as AdamWeightDecay
 from unisono.compat.mindspore.nn.optim import Momentum as Momentum
 from unisono.compat.mindspore.nn.optim import Optimizer as Optimizer
 
-__getattr__ = missing_in(__name__)
+__getattr__ = missing_names(__name__)

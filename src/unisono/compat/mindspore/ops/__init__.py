@@ -7,10 +7,10 @@ functional  the same as functions
 
 from __future__ import annotations
 
-from unisono.compat.mindspore.missing import missing_in
+from unisono.compat.mindspore.mindspore_names import missing_names
 from unisono.compat.mindspore.ops import operations as operations
 from unisono.compat.mindspore.ops.functional import *  # noqa: F403
 from unisono.compat.mindspore.ops.operations import *  # noqa: F403
 from unisono.compat.mindspore.ops.primitive import Primitive as Primitive
 
-__getattr__ = missing_in(__name__)
+__getattr__ = missing_names(__name__)

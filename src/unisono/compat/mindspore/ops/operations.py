@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from unisono.compat.language import say
-from unisono.compat.mindspore.missing import missing_in
+from unisono.compat.mindspore.mindspore_names import missing_names
 from unisono.compat.mindspore.ops.primitive import Primitive, ShapeError
 
 __all__ = [
@@ -47,7 +47,7 @@ __all__ = [
     "Tanh",
     "Transpose",
 ]
-__getattr__ = missing_in(__name__)
+__getattr__ = missing_names(__name__)
 
 Axis = int | Sequence[int]
 

@@ -8,7 +8,7 @@ batches        from what a rank reads to the global batch
 
 from __future__ import annotations
 
-from unisono.compat.mindspore.missing import missing_in
+from unisono.compat.mindspore.mindspore_names import missing_names
 from unisono.compat.mindspore.train import callback as callback
 from unisono.compat.mindspore.train import serialization as serialization
 from unisono.compat.mindspore.train.callback import Callback as Callback
@@ -22,4 +22,4 @@ from unisono.compat.mindspore.train.serialization import load_checkpoint as load
 from unisono.compat.mindspore.train.serialization import load_param_into_net as load_param_into_net
 from unisono.compat.mindspore.train.serialization import save_checkpoint as save_checkpoint
 
-__getattr__ = missing_in(__name__)
+__getattr__ = missing_names(__name__)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from unisono.compat.language import say
-from unisono.compat.mindspore.missing import missing_in
+from unisono.compat.mindspore.mindspore_names import missing_names
 from unisono.errors import UsageError
 
-__getattr__ = missing_in(__name__)
+__getattr__ = missing_names(__name__)
 
 
 class RunContext:

@@ -10,11 +10,11 @@ from torch import nn
 
 from unisono.compat.language import say
 from unisono.compat.mindspore.common.parameter import Parameter
-from unisono.compat.mindspore.missing import missing_in
+from unisono.compat.mindspore.mindspore_names import missing_names
 from unisono.compat.mindspore.nn.cell import name_of
 from unisono.errors import UsageError
 
-__getattr__ = missing_in(__name__)
+__getattr__ = missing_names(__name__)
 
 
 def save_checkpoint(save_obj: Any, ckpt_file_name: str, integrated_save: bool = True, async_save: bool = False) -> None:

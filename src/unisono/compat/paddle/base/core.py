@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unisono.compat.paddle.missing import missing_names
+from unisono.compat.paddle.paddle_names import missing_names
 
 
 class Graph:
@@ -12,4 +12,4 @@ class Graph:
         self.desc = desc
 
 
-__getattr__ = missing_names(__name__, globals())
+__getattr__ = missing_names(__name__)

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils._pytree import tree_leaves
 
 from unisono.compat.paddle.base.core import Graph
-from unisono.compat.paddle.missing import missing_names
+from unisono.compat.paddle.paddle_names import missing_names
 from unisono.compat.paddle.static.program import Op, Program
 from unisono.compat.paddle.static.variable import Variable
 
@@ -51,4 +51,4 @@ def _dot_of_lines(text: str) -> str:
     return "\n".join(["digraph program {", "  node [shape=box];", *nodes, *edges, "}", ""])
 
 
-__getattr__ = missing_names(__name__, globals())
+__getattr__ = missing_names(__name__)

@@ -37,6 +37,6 @@ from unisono.compat.paddle.distributed.mesh import shard_op as shard_op
 from unisono.compat.paddle.distributed.mesh import shard_tensor as shard_tensor
 from unisono.compat.paddle.distributed.static_model import DistModel as DistModel
 from unisono.compat.paddle.distributed.static_model import to_static as to_static
-from unisono.compat.paddle.missing import missing_names
+from unisono.compat.paddle.paddle_names import missing_names
 
-__getattr__ = missing_names(__name__, globals())
+__getattr__ = missing_names(__name__)

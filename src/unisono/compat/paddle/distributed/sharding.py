@@ -10,8 +10,8 @@ import torch
 from unisono.compat.language import say
 from unisono.compat.paddle.distributed.environment import comm
 from unisono.compat.paddle.distributed.fleet.models import DataParallel
-from unisono.compat.paddle.missing import missing_names
 from unisono.compat.paddle.optimizer import Optimizer
+from unisono.compat.paddle.paddle_names import missing_names
 from unisono.errors import UsageError
 from unisono.plan.plan import Plan
 
@@ -78,4 +78,4 @@ def save_group_sharded_model(model: DataParallel, output: str, optimizer: Optimi
     comm().barrier()
 
 
-__getattr__ = missing_names(__name__, globals())
+__getattr__ = missing_names(__name__)

@@ -8,7 +8,6 @@ initializer  what parameters are drawn with
 
 from __future__ import annotations
 
-from unisono.compat.paddle.missing import missing_names
 from unisono.compat.paddle.nn import functional as functional
 from unisono.compat.paddle.nn import initializer as initializer
 from unisono.compat.paddle.nn.layer import Layer as Layer
@@ -22,5 +21,6 @@ from unisono.compat.paddle.nn.layers import LayerNorm as LayerNorm
 from unisono.compat.paddle.nn.layers import Linear as Linear
 from unisono.compat.paddle.nn.layers import MSELoss as MSELoss
 from unisono.compat.paddle.nn.layers import ReLU as ReLU
+from unisono.compat.paddle.paddle_names import missing_names
 
-__getattr__ = missing_names(__name__, globals())
+__getattr__ = missing_names(__name__)

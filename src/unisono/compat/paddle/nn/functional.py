@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from unisono.compat.language import say
-from unisono.compat.paddle.missing import missing_names
+from unisono.compat.paddle.paddle_names import missing_names
 from unisono.compat.paddle.tensor import dtype_of
 from unisono.errors import UsageError
 
@@ -116,4 +116,4 @@ def dropout(
     return F.dropout(x, p, training)
 
 
-__getattr__ = missing_names(__name__, globals())
+__getattr__ = missing_names(__name__)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from unisono.compat.paddle.missing import missing_names
+from unisono.compat.paddle.paddle_names import missing_names
 
 
 class Initializer(abc.ABC):
@@ -52,4 +52,4 @@ class XavierUniform(Initializer):
         param.uniform_(-bound, bound)
 
 
-__getattr__ = missing_names(__name__, globals())
+__getattr__ = missing_names(__name__)

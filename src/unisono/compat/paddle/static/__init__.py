@@ -7,7 +7,7 @@ executor   Executor
 
 from __future__ import annotations
 
-from unisono.compat.paddle.missing import missing_names
+from unisono.compat.paddle.paddle_names import missing_names
 from unisono.compat.paddle.static.executor import Executor as Executor
 from unisono.compat.paddle.static.program import InputSpec as InputSpec
 from unisono.compat.paddle.static.program import Program as Program
@@ -17,4 +17,4 @@ from unisono.compat.paddle.static.program import default_startup_program as defa
 from unisono.compat.paddle.static.program import program_guard as program_guard
 from unisono.compat.paddle.static.variable import Variable as Variable
 
-__getattr__ = missing_names(__name__, globals())
+__getattr__ = missing_names(__name__)

@@ -8,6 +8,6 @@ from unisono.compat.vqnet.data.transform import TransformCompose as TransformCom
 from unisono.compat.vqnet.data.transform import TransformNormalize as TransformNormalize
 from unisono.compat.vqnet.data.transform import TransformResize as TransformResize
 from unisono.compat.vqnet.data.transform import TransformToTensor as TransformToTensor
-from unisono.compat.vqnet.missing import missing_names
+from unisono.compat.vqnet.vqnet_names import missing_names
 
-__getattr__ = missing_names(__name__, globals())
+__getattr__ = missing_names(__name__)

@@ -20,7 +20,7 @@ from unisono.compat.vqnet.distributed.qubits_reorder import DistributeQMachine a
 from unisono.compat.vqnet.distributed.tensor_parallel import ColumnParallelLinear as ColumnParallelLinear
 from unisono.compat.vqnet.distributed.tensor_parallel import RowParallelLinear as RowParallelLinear
 from unisono.compat.vqnet.distributed.zero import ZeroModelInitial as ZeroModelInitial
-from unisono.compat.vqnet.missing import missing_names
+from unisono.compat.vqnet.vqnet_names import missing_names
 
 # VQNet's own programs take `tensor` and `np` from `from pyvqnet.distributed import *`.
 __all__ = [
@@ -41,4 +41,4 @@ __all__ = [
     "tensor",
 ]
 
-__getattr__ = missing_names(__name__, globals())
+__getattr__ = missing_names(__name__)

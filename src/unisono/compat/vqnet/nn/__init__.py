@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from unisono.compat.vqnet.missing import missing_names
 from unisono.compat.vqnet.nn import activation as activation
 from unisono.compat.vqnet.nn import loss as loss
 from unisono.compat.vqnet.nn.activation import ELU as ELU
@@ -40,5 +39,6 @@ from unisono.compat.vqnet.nn.module import Module as Module
 from unisono.compat.vqnet.nn.module import ModuleList as ModuleList
 from unisono.compat.vqnet.nn.module import Sequential as Sequential
 from unisono.compat.vqnet.nn.parameter import Parameter as Parameter
+from unisono.compat.vqnet.vqnet_names import missing_names
 
-__getattr__ = missing_names(__name__, globals())
+__getattr__ = missing_names(__name__)

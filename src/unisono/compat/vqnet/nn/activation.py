@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from unisono.compat.vqnet.missing import missing_names
 from unisono.compat.vqnet.nn.module import Module
+from unisono.compat.vqnet.vqnet_names import missing_names
 
 
 class ReLu(Module, nn.ReLU):
@@ -68,4 +68,4 @@ class Gelu(Module, nn.GELU):
         self.name = name
 
 
-__getattr__ = missing_names(__name__, globals())
+__getattr__ = missing_names(__name__)

@@ -1,4 +1,7 @@
-"""Dropout, normalisation, embeddings and recurrent layers, with VQNet's arguments; each is torch's module."""
+"""Dropout, normalisation, embeddings and recurrent layers, with VQNet's arguments; each is torch's module.
+
+Layers that take the same arguments share an `__init__`, whose `super(Module, self)` is torch's own class of the layer.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ class Dropout(Module, nn.Dropout):
         self.name = name
 
 
-class BatchNorm1d(Module, nn.BatchNorm1d):
+class _BatchNorm(Module):
     def __init__(
         self,
         channel_num: int,
@@ -35,31 +38,20 @@ class BatchNorm1d(Module, nn.BatchNorm1d):
         dtype: Dtype | None = None,
         name: str = "",
     ) -> None:
-        nn.BatchNorm1d.__init__(self, channel_num, epsilon, momentum, affine, dtype=_kind(dtype))
-        _fill_norm(self, beta_initializer, gamma_initializer, name)
+        super(Module, self).__init__(channel_num, epsilon, momentum, affine, dtype=_kind(dtype))
+        self.name = name
+        if affine:
+            norm: Any = self
+            fill(norm.bias, beta_initializer)
+            fill(norm.weight, gamma_initializer)
 
 
-class BatchNorm2d(Module, nn.BatchNorm2d):
-    def __init__(
-        self,
-        channel_num: int,
-        momentum: float = 0.1,
-        epsilon: float = 1e-5,
-        affine: bool = True,
-        beta_initializer: Initializer | None = None,
-        gamma_initializer: Initializer | None = None,
-        dtype: Dtype | None = None,
-        name: str = "",
-    ) -> None:
-        nn.BatchNorm2d.__init__(self, channel_num, epsilon, momentum, affine, dtype=_kind(dtype))
-        _fill_norm(self, beta_initializer, gamma_initializer, name)
+class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
+    pass
 
 
-def _fill_norm(norm: Any, beta: Initializer | None, gamma: Initializer | None, name: str) -> None:
-    norm.name = name
-    if norm.affine:
-        fill(norm.bias, beta)
-        fill(norm.weight, gamma)
+class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
+    pass
 
 
 class LayerNormNd(Module, nn.LayerNorm):
@@ -115,43 +107,33 @@ class Embedding(Module, nn.Embedding):
         fill(self.weight, weight_initializer)
 
 
-class LSTM(Module, nn.LSTM):
+class _Recurrent(Module):
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        batch_first: bool = True,
+        use_bias: bool = True,
+        bidirectional: bool = False,
+        dtype: Dtype | None = None,
+        name: str = "",
+        **options: Any,
+    ) -> None:
+        options |= {"bias": use_bias, "batch_first": batch_first, "bidirectional": bidirectional}
+        super(Module, self).__init__(input_size, hidden_size, num_layers, dtype=_kind(dtype), **options)
+        self.name = name
+
+
+class LSTM(_Recurrent, nn.LSTM):
     """layer(x, (h, c)) returns (outputs, (h, c)); samples are first unless batch_first=False."""
 
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        batch_first: bool = True,
-        use_bias: bool = True,
-        bidirectional: bool = False,
-        dtype: Dtype | None = None,
-        name: str = "",
-    ) -> None:
-        options: dict[str, Any] = {"bias": use_bias, "batch_first": batch_first, "bidirectional": bidirectional}
-        nn.LSTM.__init__(self, input_size, hidden_size, num_layers, dtype=_kind(dtype), **options)
-        self.name = name
+
+class GRU(_Recurrent, nn.GRU):
+    pass
 
 
-class GRU(Module, nn.GRU):
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        batch_first: bool = True,
-        use_bias: bool = True,
-        bidirectional: bool = False,
-        dtype: Dtype | None = None,
-        name: str = "",
-    ) -> None:
-        options: dict[str, Any] = {"bias": use_bias, "batch_first": batch_first, "bidirectional": bidirectional}
-        nn.GRU.__init__(self, input_size, hidden_size, num_layers, dtype=_kind(dtype), **options)
-        self.name = name
-
-
-class RNN(Module, nn.RNN):
+class RNN(_Recurrent, nn.RNN):
     def __init__(
         self,
         input_size: int,
@@ -164,11 +146,8 @@ class RNN(Module, nn.RNN):
         dtype: Dtype | None = None,
         name: str = "",
     ) -> None:
-        options: dict[str, Any] = {"bias": use_bias, "batch_first": batch_first, "bidirectional": bidirectional}
-        nn.RNN.__init__(
-            self, input_size, hidden_size, num_layers, nonlinearity=nonlinearity, dtype=_kind(dtype), **options
-        )
-        self.name = name
+        options = (batch_first, use_bias, bidirectional, dtype, name)
+        super().__init__(input_size, hidden_size, num_layers, *options, nonlinearity=nonlinearity)
 
 
 class Identity(Module, nn.Identity):

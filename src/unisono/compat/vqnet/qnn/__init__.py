@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unisono.compat.vqnet.missing import missing_names
 from unisono.compat.vqnet.qnn import vqc as vqc
+from unisono.compat.vqnet.vqnet_names import missing_names
 
-__getattr__ = missing_names(__name__, globals())
+__getattr__ = missing_names(__name__)

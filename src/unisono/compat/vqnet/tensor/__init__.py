@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from unisono.compat.vqnet.missing import missing_names
 from unisono.compat.vqnet.tensor import tensor as tensor
 from unisono.compat.vqnet.tensor.functions import abs as abs
 from unisono.compat.vqnet.tensor.functions import acos as acos
@@ -100,5 +99,6 @@ from unisono.compat.vqnet.tensor.tensor import sums as sums
 from unisono.compat.vqnet.tensor.tensor import to_tensor as to_tensor
 from unisono.compat.vqnet.tensor.tensor import zeros as zeros
 from unisono.compat.vqnet.tensor.tensor import zeros_like as zeros_like
+from unisono.compat.vqnet.vqnet_names import missing_names
 
-__getattr__ = missing_names(__name__, globals())
+__getattr__ = missing_names(__name__)

@@ -9,7 +9,6 @@ import torch
 
 from unisono.compat.vqnet.device import DEV_CPU, Device, device_of
 from unisono.compat.vqnet.dtype import Dtype, dtype_of
-from unisono.compat.vqnet.missing import missing_names
 from unisono.compat.vqnet.tensor.functions import abs as abs
 from unisono.compat.vqnet.tensor.functions import acos as acos
 from unisono.compat.vqnet.tensor.functions import add as add
@@ -88,6 +87,7 @@ from unisono.compat.vqnet.tensor.functions import unsqueeze as unsqueeze
 from unisono.compat.vqnet.tensor.functions import var as var
 from unisono.compat.vqnet.tensor.functions import where as where
 from unisono.compat.vqnet.tensor.qtensor import QTensor, wrapped
+from unisono.compat.vqnet.vqnet_names import missing_names
 
 no_grad = torch.no_grad
 
@@ -157,4 +157,4 @@ def mean(t: torch.Tensor, axis: int | None = None, keepdims: bool = False) -> to
     return torch.mean(t, axis, keepdims)
 
 
-__getattr__ = missing_names(__name__, globals())
+__getattr__ = missing_names(__name__)

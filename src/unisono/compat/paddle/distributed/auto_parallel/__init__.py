@@ -13,6 +13,6 @@ from unisono.compat.paddle.distributed.mesh import ProcessMesh as ProcessMesh
 from unisono.compat.paddle.distributed.mesh import reshard as reshard
 from unisono.compat.paddle.distributed.mesh import shard_op as shard_op
 from unisono.compat.paddle.distributed.mesh import shard_tensor as shard_tensor
-from unisono.compat.paddle.missing import missing_names
+from unisono.compat.paddle.paddle_names import missing_names
 
-__getattr__ = missing_names(__name__, globals())
+__getattr__ = missing_names(__name__)

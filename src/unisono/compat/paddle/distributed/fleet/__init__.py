@@ -17,7 +17,7 @@ from unisono.compat.paddle.distributed.fleet.models import init as init
 from unisono.compat.paddle.distributed.fleet.models import worker_index as worker_index
 from unisono.compat.paddle.distributed.fleet.models import worker_num as worker_num
 from unisono.compat.paddle.distributed.fleet.strategy import DistributedStrategy as DistributedStrategy
-from unisono.compat.paddle.missing import missing_names
+from unisono.compat.paddle.paddle_names import missing_names
 
 auto = auto
-__getattr__ = missing_names(__name__, globals())
+__getattr__ = missing_names(__name__)

@@ -13,9 +13,9 @@ from typing import Any
 from torch import nn
 
 from unisono.compat.language import say
-from unisono.compat.paddle.missing import missing_names
 from unisono.compat.paddle.nn.layer import Layer
 from unisono.compat.paddle.nn.layers import Embedding, Linear
+from unisono.compat.paddle.paddle_names import missing_names
 from unisono.errors import UsageError
 
 
@@ -186,4 +186,4 @@ def _too_few(layers: int, stages: int) -> UsageError:
     )
 
 
-__getattr__ = missing_names(__name__, globals())
+__getattr__ = missing_names(__name__)

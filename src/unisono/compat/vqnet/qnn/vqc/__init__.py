@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from unisono.compat.vqnet.missing import missing_names
 from unisono.compat.vqnet.qnn.vqc.gate import ccz as ccz
 from unisono.compat.vqnet.qnn.vqc.gate import ch as ch
 from unisono.compat.vqnet.qnn.vqc.gate import cnot as cnot
@@ -52,5 +51,6 @@ from unisono.compat.vqnet.qnn.vqc.gate import y1 as y1
 from unisono.compat.vqnet.qnn.vqc.gate import z as z
 from unisono.compat.vqnet.qnn.vqc.gate import z1 as z1
 from unisono.compat.vqnet.qnn.vqc.measure import MeasureAll as MeasureAll
+from unisono.compat.vqnet.vqnet_names import missing_names
 
-__getattr__ = missing_names(__name__, globals())
+__getattr__ = missing_names(__name__)

@@ -11,22 +11,13 @@ from torch import nn
 from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.mesh.mesh import Mesh
-from unisono.parallel.layout import Axes, layout_of
 from unisono.torch_compat import foreach_copy_
+
+Axes = tuple[str, ...]
 
 BUCKET_BYTES = 25 * 2**20
 LEAST_BUCKET_BYTES = 2**20
 BUCKETS = 8  # of a model that is too small to fill large ones: so many leave, one after the other, in the backward
-
-
-def summed_axes(parameter: torch.Tensor, mesh: Mesh) -> Axes:
-    """The axes along which ranks hold parts of this parameter's gradient: those of its layout that have several."""
-    return tuple(axis for axis in layout_of(parameter).summed if axis in mesh.names and mesh.size(axis) > 1)
-
-
-def is_summed(parameter: torch.Tensor, mesh: Mesh) -> bool:
-    """Whether several ranks have a part of its gradient."""
-    return parameter.requires_grad and bool(summed_axes(parameter, mesh))
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
@@ -145,6 +136,15 @@ class Bucket:
         self._packed.clear()
         return message
 
+    def reset(self) -> None:
+        """Begin again: what a backward that failed has left is no part of the next one."""
+        if self.handle is not None:
+            self.handle.wait()
+            self.handle = None
+        self.missing = len(self.parameters)
+        self._message, self._slots = None, []
+        self._packed.clear()
+
     def _open(self) -> None:
         if self._message is None:
             self._message = self.spare.take(self.size, self.reduce_dtype or self.dtype, self.parameters[0].device)
@@ -152,19 +152,19 @@ class Bucket:
 
 
 def buckets_of(
-    named: Iterable[tuple[str, nn.Parameter]],
+    summed: Iterable[tuple[str, nn.Parameter, Axes]],
     mesh: Mesh,
     most_bytes: int,
     make: Callable[[Sequence[str], Sequence[nn.Parameter], Communicator], Any] = Bucket,
 ) -> list[Any]:
-    """Deal parameters that need summing into buckets, last ones first: about the order in which backward gets them."""
+    """Deal parameters, each with the axes along which its gradient is summed, into buckets, last ones first: about the
+    order in which backward gets them."""
     kinds: dict[tuple[Axes, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in named:
-        axes = summed_axes(parameter, mesh)
-        if is_summed(parameter, mesh):
-            kinds.setdefault((axes, gradient_dtype(parameter), parameter.device), []).append((name, parameter))
+    slots: dict[int, int] = {}
+    for slot, (name, parameter, axes) in enumerate(summed):
+        kinds.setdefault((axes, gradient_dtype(parameter), parameter.device), []).append((name, parameter))
+        slots[id(parameter)] = slot
     made: list[tuple[int, Any]] = []
-    slots = {id(parameter): slot for slot, (_, parameter) in enumerate(named)}
     for axes in sorted({axes for axes, _, _ in kinds}):
         mesh.comm(*axes)  # groups are made in the same order on every rank
     for (axes, _, _), members in kinds.items():

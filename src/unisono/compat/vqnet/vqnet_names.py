@@ -1,30 +1,15 @@
-"""Names of VQNet's that are not here: one sentence, with the nearest name that is and what works instead.
-
-__getattr__ = missing_names(__name__, globals())        # at the end of a module
-"""
+"""Names of VQNet's that are not here: what works instead, or the nearest name that is here."""
 
 from __future__ import annotations
 
-import difflib
-import dis
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from unisono.compat.language import say
-from unisono.errors import UsageError
+from unisono.compat.missing import answer_with, longest_prefix, nearest
 
 _ROOT = "unisono.compat.vqnet"
 _OTHERS = {f"{_ROOT}.seed": "pyvqnet.utils"}  # modules that VQNet calls otherwise
-
-
-class MissingName(UsageError, AttributeError):
-    """A name of VQNet's that unisono.compat.vqnet does not have."""
-
-
-class MissingImport(UsageError, ImportError):
-    """The same, where a program imports it."""
-
 
 # What VQNet has under a name, and what to use here, in English and in Chinese.
 ELSEWHERE: dict[str, tuple[str, str]] = {
@@ -78,16 +63,12 @@ def vqnet_name(module: str) -> str:
 def explain(name: str, known: Mapping[str, Any]) -> str:
     """The sentence for a full name such as pyvqnet.tensor.topK. known: the names of the module it was looked for in."""
     shown = name.replace("pyvqnet.tensor.tensor.", "pyvqnet.tensor.")
-    parts = shown.split(".")
-    for length in range(len(parts), 1, -1):
-        found = ELSEWHERE.get(".".join(parts[:length]))
-        if found is not None:
-            return say(
-                f"{name} is not in unisono.compat.vqnet; {found[0]}", f"unisono.compat.vqnet 中没有 {name}；{found[1]}"
-            )
-    listed = [each for each in known if not each.startswith("_")]
-    near = difflib.get_close_matches(parts[-1], listed, 1, cutoff=0.7)
-    meant = (f" (did you mean {near[0]}?)", f"（是否想写 {near[0]}？）") if near else ("", "")
+    found = longest_prefix(shown, ELSEWHERE)
+    if found is not None:
+        use, use_zh = found[1]
+        return say(f"{name} is not in unisono.compat.vqnet; {use}", f"unisono.compat.vqnet 中没有 {name}；{use_zh}")
+    near = nearest(shown.rpartition(".")[2], known, cutoff=0.7)
+    meant = (f" (did you mean {near}?)", f"（是否想写 {near}？）") if near else ("", "")
     return say(
         f"{name} is not one of the names that unisono.compat.vqnet has{meant[0]}; torch's own functions and modules "
         "take QTensors and work in a pyvqnet.nn.Module, so use torch's instead",
@@ -96,19 +77,6 @@ def explain(name: str, known: Mapping[str, Any]) -> str:
     )
 
 
-def missing_names(module: str, known: dict[str, Any]) -> Callable[[str], Any]:
+def missing_names(module: str) -> Callable[[str], Any]:
     """A module's __getattr__."""
-
-    def missing(name: str) -> Any:
-        if name.startswith("__"):  # asked for by Python itself, such as __path__
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        text = explain(f"{vqnet_name(module)}.{name}", known)
-        raise MissingImport(text) if _is_import() else MissingName(text)
-
-    return missing
-
-
-def _is_import() -> bool:
-    """Whether `from module import name` asks, which would replace an AttributeError's text by its own."""
-    frame = sys._getframe(2)
-    return dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM" if frame.f_lasti >= 0 else False
+    return answer_with(lambda name, known: explain(f"{vqnet_name(module)}.{name}", known), module)

@@ -9,17 +9,41 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from unisono.comm.communicator import Communicator
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+T = TypeVar("T")
+
+
+class Numbered(Generic[T]):
+    """Objects by number, for graphs, which can refer to nothing else. Each lives as long as others keep it; numbers,
+    from 1, are not given again."""
+
+    def __init__(self) -> None:
+        self._next = itertools.count(1)
+        self._objects: weakref.WeakValueDictionary[int, T] = weakref.WeakValueDictionary()
+
+    def add(self, thing: T) -> int:
+        number = next(self._next)
+        self._objects[number] = thing
+        return number
+
+    def __getitem__(self, number: int) -> T:
+        return self._objects[number]
+
+    def get(self, number: int) -> T | None:
+        return self._objects.get(number)
+
+    def __len__(self) -> int:
+        return len(self._objects)
+
 
 EAGER_ONLY: list[Callable[..., Any]] = []  # functions that Dynamo must not trace
-_numbers = itertools.count()
-_comms: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
+_comms: Numbered[Communicator] = Numbered()
 _number_of: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
 
 
@@ -32,8 +56,7 @@ def eager_only(function: Function) -> Function:
 def number_of(comm: Communicator) -> int:
     """The number by which a graph refers to a communicator, in this process."""
     if comm not in _number_of:
-        _number_of[comm] = next(_numbers)
-        _comms[_number_of[comm]] = comm
+        _number_of[comm] = _comms.add(comm)
     return _number_of[comm]
 
 

@@ -1,4 +1,4 @@
-"""Conjugates: pairs of operations, each of which is the other's gradient.
+"""Collectives with gradients: pairs of operations, each of which is the other's gradient.
 
 A tensor that all ranks hold in common ("full") has one gradient, the same on all of them; ranks that each used it for
 a part of the work have a part of that gradient, to be summed. So what is free in the forward communicates in the
@@ -32,7 +32,7 @@ import torch
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.parallel.compile.collective_ops import eager_only, number_of
+from unisono.mesh.collective_ops import eager_only, number_of
 from unisono.torch_compat import is_compiling, is_functorch_wrapped
 
 Lengths = Sequence[int]

@@ -1,31 +1,14 @@
-"""Names of Paddle's that are not here: one sentence that says what Paddle has there, and what works instead.
-
-    __getattr__ = missing_names(__name__, globals())        # at the end of a module
-
-`import paddle.vision`, `from paddle import vision` and `paddle.vision` all raise that sentence.
-"""
+"""Names of Paddle's that are not here: what Paddle has there, and what works instead."""
 
 from __future__ import annotations
 
-import difflib
-import dis
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from unisono.compat.language import say
-from unisono.errors import UsageError
+from unisono.compat.missing import answer_with, longest_prefix, nearest
 
 _ROOT = "unisono.compat.paddle"
-
-
-class MissingName(UsageError, AttributeError):
-    """A name of Paddle's that unisono.compat.paddle does not have."""
-
-
-class MissingImport(UsageError, ImportError):
-    """The same, where a program imports it."""
-
 
 # What Paddle does under a name, and what to use here, in English and in Chinese.
 ELSEWHERE: dict[str, tuple[str, str, str, str]] = {
@@ -105,20 +88,16 @@ def paddle_name(name: str) -> str:
 
 def explain(name: str, known: Mapping[str, Any]) -> str:
     """The sentence for a full name such as paddle.vision. known: the names of the module it was looked for in."""
-    parts = name.split(".")
-    for length in range(len(parts), 1, -1):
-        found = ELSEWHERE.get(".".join(parts[:length]))
-        if found is not None:
-            does, use, does_zh, use_zh = found
-            at = ".".join(parts[:length])
-            return say(
-                f"{name} is not in unisono.compat.paddle: in Paddle {at} {does}; here {use}",
-                f"unisono.compat.paddle 中没有 {name}：飞桨的 {at} {does_zh}；{use_zh}",
-            )
-    listed = [each for each in known if not each.startswith("_")]
-    near = difflib.get_close_matches(parts[-1], listed, 1)
-    owner = ".".join(parts[:-1])
-    meant = (f" (did you mean {owner}.{near[0]}?)", f"（是否想写 {owner}.{near[0]}？）") if near else ("", "")
+    found = longest_prefix(name, ELSEWHERE)
+    if found is not None:
+        at, (does, use, does_zh, use_zh) = found
+        return say(
+            f"{name} is not in unisono.compat.paddle: in Paddle {at} {does}; here {use}",
+            f"unisono.compat.paddle 中没有 {name}：飞桨的 {at} {does_zh}；{use_zh}",
+        )
+    owner, _, last = name.rpartition(".")
+    near = nearest(last, known)
+    meant = (f" (did you mean {owner}.{near}?)", f"（是否想写 {owner}.{near}？）") if near else ("", "")
     return say(
         f"{name} is not in unisono.compat.paddle, which has the names of docs/paddle.md{meant[0]}; where Paddle has "
         "more, torch's own functions take these tensors and layers too",
@@ -128,19 +107,6 @@ def explain(name: str, known: Mapping[str, Any]) -> str:
     )
 
 
-def missing_names(module: str, known: dict[str, Any]) -> Callable[[str], Any]:
+def missing_names(module: str) -> Callable[[str], Any]:
     """A module's __getattr__."""
-
-    def missing(name: str) -> Any:
-        if name.startswith("__"):  # asked for by Python itself, such as __path__
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        text = explain(f"{paddle_name(module)}.{name}", known)
-        raise MissingImport(text) if _is_import() else MissingName(text)
-
-    return missing
-
-
-def _is_import() -> bool:
-    """Whether `from module import name` asks, which would replace an AttributeError's text by its own."""
-    frame = sys._getframe(2)
-    return dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM" if frame.f_lasti >= 0 else False
+    return answer_with(lambda name, known: explain(f"{paddle_name(module)}.{name}", known), module)
