@@ -1,6 +1,6 @@
 """Steps of small models as a CUDA graph, beside eager ones, on one GPU.
 
-    python benchmarks/cuda_graph.py [--rounds 5]
+    python benchmarks/cuda_graph.py [--rounds 5] [--dropout 0.1]
 
 A GPT (width 256, 4 layers, 8 samples of 128 tokens, AdamW, gradients clipped) by a plain loop, by unisono eagerly and
 with `cudagraph=True`, float32 (TF32) and bfloat16; rows take turns, medians of rounds of 50 steps are shown.
@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -84,7 +85,10 @@ def seconds(step: Callable[[], torch.Tensor]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Steps as a CUDA graph, beside eager ones.")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dropout", type=float, default=0.0)
     options = parser.parse_args()
+    global CONFIG
+    CONFIG = replace(CONFIG, dropout=options.dropout)
     torch.set_float32_matmul_precision("high")
     failed = False
     for precision in ("fp32", "bf16"):

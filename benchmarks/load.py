@@ -168,6 +168,14 @@ def own_state() -> dict[str, int]:
     }
 
 
+def own_state_beside(before: dict[str, int], patience: float = 10.0) -> dict[str, int]:
+    """What it has open, once it is no more than before, or after patience: a thread that was joined has yet to go."""
+    deadline = time.monotonic() + patience
+    while any((now := own_state())[name] > before[name] for name in before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return now
+
+
 # ---- the four loads --------------------------------------------------------------------------------------------------
 
 
@@ -259,7 +267,7 @@ def jobs(count: int, folder: Path) -> bool:
             left[thing] = number
         if (number + 1) % 50 == 0:
             print(f"    {number + 1} jobs, {time.monotonic() - began:.0f} s, own {own_state()}", flush=True)
-    after, grown = own_state(), Usage.own().uss - memory.uss
+    after, grown = own_state_beside(open_before), Usage.own().uss - memory.uss
     print(
         f"{count} jobs in a row; the process that called spawn {2 * count // 5} times: USS {grown / MIB:+.1f} MiB of "
         f"{memory.uss / MIB:.0f}, {', '.join(f'{name} {open_before[name]} -> {after[name]}' for name in after)}"

@@ -171,7 +171,7 @@ def steps(folder: Path, plan: str, wanted: str) -> None:
     history = engine(plan).fit(
         Made(800),
         epochs=1 + count // 100,
-        steps=count,
+        max_steps=count,
         batch_size=8,
         validation=Made(16),
         evaluate_every=max(count // 50, 1),
@@ -188,7 +188,7 @@ def dataset(folder: Path, samples: str) -> None:
     for until, resume in ((200, False), (250, True)):
         trained = engine("dp=" + os.environ["WORLD_SIZE"])
         trained.fit(
-            data, steps=until, batch_size=32, save=folder / "run", save_every=100, resume=resume, progress=False
+            data, max_steps=until, batch_size=32, save=folder / "run", save_every=100, resume=resume, progress=False
         )
     write(folder, f"own.{trained.comm.rank}", **asdict(Usage.own()))
 
