@@ -78,7 +78,7 @@ def main(steps: int, folder: Path) -> None:
     engine.fit(
         Windows(library_text(), config.context),
         batch_size=32,
-        steps=steps,
+        max_steps=steps,
         save=folder,
         save_every=max(1, steps * 3 // 14),
         callbacks=[Accident(steps * 4 // 7)],

@@ -35,7 +35,7 @@ def main() -> None:
     history = engine.fit(
         samples(),
         epochs=10**6,
-        steps=chosen.steps,
+        max_steps=chosen.steps,
         batch_size=32,
         save=chosen.save,
         save_every=100,

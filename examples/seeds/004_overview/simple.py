@@ -35,7 +35,7 @@ def trained_by_one() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = SimpleModel().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = uni.Loader(dataset(), BATCH, whole=True)
+    loader = uni.Loader(dataset(), BATCH, global_batches=True)
     while loader.epoch < EPOCHS:
         for data, label in loader:
             optimizer.zero_grad()
