@@ -9,6 +9,7 @@ The same script runs in one process and under `unisono run -n 8`; every rank mak
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
@@ -632,7 +633,8 @@ class Engine:
                 f"{path} holds the checkpoints of steps {', '.join(map(str, saved.steps()))}; they would be deleted; "
                 "give another folder"
             )
-        saved.save(self.ready, self.ready.steps, extra=self.own_state())
+        with contextlib.closing(saved):
+            saved.save(self.ready, self.ready.steps, extra=self.own_state())
 
     def save_pretrained(self, folder: str | Path, max_shard_size: int | str = "50GB") -> None:
         """Save a Hugging Face model as a folder that `from_pretrained` reads, under any plan. Every rank calls it.
