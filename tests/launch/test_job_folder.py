@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import tempfile
@@ -43,6 +44,8 @@ def test_an_abandoned_folder_is_removed_and_one_in_use_is_not() -> None:
     folder, (other, lock) = _abandoned(), job_folder.make(PREFIX)
     _remove_abandoned()
     assert (folder.exists(), other.exists()) == (False, True)
+    with pytest.raises(BlockingIOError):  # so that systemd-tmpfiles leaves out that of a job of many days
+        fcntl.flock(os.open(other, os.O_RDONLY), fcntl.LOCK_SH | fcntl.LOCK_NB)
     os.close(lock)
 
 

@@ -1,8 +1,9 @@
 """The folder of an MPI job on its launcher's host: the job's secret, where its agents meet, what mpiexec writes.
 
 The launcher removes it. Where that was killed, an agent does at its end, or, if all were, the user's next MPI job: as
-long as the launcher lives, it holds a lock on a file in there. An agent's own folder is made alike, and names the files
-in memory that go with it. Hosts may share their temporary folder and not their locks: each removes its own folders.
+long as the launcher lives, it holds a lock on the folder, which systemd-tmpfiles heeds, too. An agent's own folder is
+made alike, and names the files in memory that go with it. Hosts may share their temporary folder and not their locks:
+each removes its own folders.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from unisono.regular_files import open_regular
+from unisono.regular_files import read_text
 
 _PREFIX, _UNNAMED = "unisono-mpi-", ".unisono-"
-_LOCK, _SHARED_MEMORY = "lock", "shared_memory"
+_HOST, _SHARED_MEMORY = "host", "shared_memory"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_LONGEST = 256  # bytes of the lock's file
+_LONGEST = 256  # bytes of the name of a host
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 SEGMENT = "/dev/shm/mpich_shm_"  # how the files of the memory begin that MPICH's ranks on a host share
 
 
@@ -41,19 +43,19 @@ def made() -> Iterator[Path]:
 def make(prefix: str) -> tuple[Path, int]:
     """A new temporary folder for this user only, and a descriptor: while it is open, the folder is not abandoned."""
     unnamed = Path(tempfile.mkdtemp(prefix=_UNNAMED))
-    lock = os.open(unnamed / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = os.open(unnamed, _FOLDER)
     with contextlib.suppress(OSError):  # of a file system without locks; there nobody else removes it
         fcntl.flock(lock, fcntl.LOCK_EX)
-        os.write(lock, _host())
+        (unnamed / _HOST).write_text(_host())
     return unnamed.rename(unnamed.with_name(unnamed.name.replace(_UNNAMED, prefix, 1))), lock  # not before it is held
 
 
-def _host() -> bytes:
+def _host() -> str:
     """This host as it runs now, in all of its containers."""
     try:
-        return _BOOT.read_bytes().strip()
+        return _BOOT.read_text().strip()
     except OSError:
-        return socket.gethostname().encode()
+        return socket.gethostname()
 
 
 def note_shared_memory(folder: Path, paths: Iterable[str]) -> None:
@@ -64,8 +66,8 @@ def note_shared_memory(folder: Path, paths: Iterable[str]) -> None:
 
 def remove(folder: Path) -> None:
     """Remove a folder whose process has gone."""
-    with contextlib.suppress(OSError, ValueError), open_regular(folder / _SHARED_MEMORY) as file:
-        for path in file.read().decode().split():
+    with contextlib.suppress(OSError, ValueError):
+        for path in read_text(folder / _SHARED_MEMORY).split():
             if path.startswith(SEGMENT) and "/" not in path.removeprefix(SEGMENT):
                 with contextlib.suppress(OSError):
                     os.unlink(path)
@@ -89,13 +91,13 @@ def remove_without_launcher(folder: Path, patience: float) -> None:
 
 def _remove_if_abandoned(folder: Path) -> bool:
     """Whether it is no longer there; True, too, of one that no launcher of this host has made."""
-    try:  # for writing: NFS has no exclusive locks else
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
+    try:
+        if read_text(folder / _HOST, _LONGEST) != _host():
+            return True
+        lock = os.open(folder, _FOLDER)
+    except (OSError, ValueError):
         return True
     try:
-        if os.read(lock, _LONGEST) != _host():
-            return True
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # it is held
         return False
