@@ -16,7 +16,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / "unisono"
 
 # What each layer may import of unisono, besides itself.
 MAY_IMPORT: dict[str, set[str]] = {}
-_GROUND = ["amounts", "errors", "regular_files", "torch_compat", "torch_patches"]
+_GROUND = ["amounts", "errors", "kernel_files", "regular_files", "torch_compat", "torch_patches"]
 _STACK = [*_GROUND, "launch", "comm", "mesh", "graph", "plan", "parallel"]
 _STACK += ["simulate", "planner", "verify", "explain", "train", "compat", "report"]
 for _height, _layer in enumerate(_STACK):

@@ -94,6 +94,16 @@ def test_the_dockerfile_installs_what_make_setup_installs() -> None:
     assert re.search(r"^CMD \[\"unisono\", ", text, re.MULTILINE)
 
 
+def test_nothing_that_is_generated_here_goes_into_the_image() -> None:
+    """What git ignores, Docker is told to ignore, too; its patterns begin at the top, git's anywhere."""
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert ".git" in ignored
+    for line in (ROOT / ".gitignore").read_text().split():
+        name = line.strip("/")
+        inside = name in ("__pycache__", "*.egg-info")  # they lie beside the sources; the others at the top
+        assert (f"**/{name}" if inside else name) in ignored, line
+
+
 def test_the_devcontainer_runs_a_target_of_the_makefile() -> None:
     settings = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
     kinds = {"name": str, "image": str, "runArgs": list, "postCreateCommand": str, "customizations": dict}

@@ -66,6 +66,19 @@ def test_the_pytorchjob_is_valid() -> None:
         assert [container["name"] for container in replica["template"]["spec"]["containers"]] == ["pytorch"]
 
 
+def _containers() -> list[dict[str, Any]]:
+    job, other = _documents("indexed-job.yaml")[1], _documents("pytorchjob.yaml")[0]
+    templates = [job["spec"]["template"], *(each["template"] for each in other["spec"]["pytorchReplicaSpecs"].values())]
+    return [container for template in templates for container in template["spec"]["containers"]]
+
+
+def test_an_image_that_the_nodes_have_is_not_pulled() -> None:
+    """Kubernetes' default for the tag latest is to ask a registry, which knows no image that was built here."""
+    containers = _containers()
+    assert len(containers) == 3
+    assert all(each["imagePullPolicy"] == "IfNotPresent" for each in containers if each["image"].endswith(":latest"))
+
+
 def _pod(container: dict[str, Any], folder: Path, **variables: str) -> subprocess.Popen[str]:
     """The container's command, with what Kubernetes, or the operator, puts into its environment."""
     words = [*container["command"], *container["args"]]

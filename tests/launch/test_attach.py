@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from tests.launch.harness import Run, wait_for, write_script
 from tests.processes import run_forked
 from unisono.comm.watchdog import attach
 from unisono.errors import UsageError
+from unisono.launch.worker import stacks
 
 BUSY = """
 import os, pathlib, re, signal, sys, time
@@ -170,3 +172,28 @@ def test_another_user_sees_nothing(job: tuple[int, Path], tmp_path: Path) -> Non
     pid, _ = job
     (end,) = run_forked([lambda: _as_nobody(pid)], tmp_path)
     assert end.code == 0, end
+
+
+ENDS = """
+import os, signal, sys, time
+def end(*_):
+    os.unlink(sys.argv[1])
+signal.signal(int(sys.argv[2]), end)
+print("up", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_a_job_that_ends_while_it_is_looked_at_has_no_stacks(tmp_path: Path) -> None:
+    path = tmp_path / "0.stacks"
+    path.touch()
+    words = [sys.executable, "-c", ENDS, str(path), str(int(stacks.SIGNAL))]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        rank = stacks.RankProcess(process.pid, path, rank=0, world=1, attempt=0, launcher=0, thread=0)
+        try:
+            assert rank.stack(5.0) == []
+            assert not path.exists()
+        finally:
+            process.kill()

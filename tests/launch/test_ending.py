@@ -9,6 +9,7 @@ import signal
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,22 @@ def test_a_signal_to_the_launcher_ends_everything(
         assert json.loads(printed.splitlines()[-1]) == end
     interrupted = sorted(path.name for path in tmp_path.glob("interrupted.*"))
     assert interrupted == (["interrupted.0", "interrupted.1"] if how == "polite" else [])
+
+
+@pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGQUIT])
+def test_a_signal_that_the_launcher_was_started_to_ignore_ends_nothing(tmp_path: Path, signum: signal.Signals) -> None:
+    """By nohup, and in a shell's background."""
+    write_script(tmp_path, STAY)
+    ignored = ["env", f"--ignore-signal={signum.name.removeprefix('SIG')}"]
+    run = Run(["run", "-n", "2", "script.py", "polite"], tmp_path, before=ignored)
+    with run.started() as process:
+        for rank in range(2):
+            wait_for(tmp_path / f"up.{rank}", process)
+        os.kill(process.pid, signum)
+        os.kill(process.pid, signal.SIGTERM)
+        _, output = process.communicate(timeout=30)
+    assert output == "stopped by SIGTERM; all ranks have ended\n"
+    assert process.returncode == 128 + signal.SIGTERM
 
 
 @pytest.mark.thorough
@@ -326,20 +343,45 @@ def test_what_an_mpi_job_leaves_of_which_all_are_killed_is_removed_by_the_next(t
         with run.started() as process:
             for rank in range(2):
                 wait_for(tmp_path / f"up.{rank}", process)
-            (segment,) = (tmp_path / "segments.0").read_text().split()
-            deadline = time.monotonic() + 60
-            while not list(Path(temporary).glob("unisono-*/shared_memory")):  # agents look every few seconds
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
-            for signum in (signal.SIGSTOP, signal.SIGKILL):  # so that none gets to react
-                for pid in run.running():
-                    os.kill(pid, signum)
+            segment = _kill_when_memory_is_noted(tmp_path, temporary, run.running)
         assert any(name.startswith("unisono-mpi-") for name in os.listdir(temporary))
         assert os.path.exists(segment)
         done = Run(["run", "-n", "2", "--backend", "mpi", "next.py"], tmp_path, {"TMPDIR": temporary}).finish()
         assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] well", "[1] well"]), done
         assert os.listdir(temporary) == []
         assert not os.path.exists(segment)
+
+
+@pytest.mark.thorough
+def test_a_launcher_removes_what_its_killed_agents_have_left(tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py")
+    write_script(tmp_path, UNEVEN)
+    with tempfile.TemporaryDirectory() as temporary:
+        run = Run(["run", "-n", "2", "--backend", "mpi", "script.py"], tmp_path, {"TMPDIR": temporary})
+        with run.started() as process:
+            for rank in range(2):
+                wait_for(tmp_path / f"up.{rank}", process)
+            segment = _kill_when_memory_is_noted(
+                tmp_path, temporary, lambda: [pid for pid in run.running() if pid != process.pid]
+            )
+            process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert os.listdir(temporary) == []
+        assert not os.path.exists(segment)
+
+
+def _kill_when_memory_is_noted(tmp_path: Path, temporary: str, whom: Callable[[], list[int]]) -> str:
+    """The file of the memory that the ranks shared."""
+    (segment,) = (tmp_path / "segments.0").read_text().split()
+    deadline = time.monotonic() + 60
+    while not list(Path(temporary).glob("unisono-*/shared_memory")):  # agents look every few seconds
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    found = whom()
+    for signum in (signal.SIGSTOP, signal.SIGKILL):  # so that none gets to react
+        for pid in found:
+            os.kill(pid, signum)
+    return segment
 
 
 def _kill_mpi_job(tmp_path: Path, temporary: str, how: str) -> None:

@@ -56,6 +56,7 @@ def test_the_endpoint_says_which_node_this_is(tmp_path: Path) -> None:
         ("--nnodes 1:4", "give one number"),
         ("--nnodes 3 --rdzv-endpoint 192.0.2.1:1", "give --node-rank"),
         ("--nnodes 2 --rdzv-endpoint :29400", "expected the address of node 0"),
+        ("--nnodes 2 --rdzv-endpoint a..b:1 --node-rank 1", "no host can have this name"),
         ("--nnodes 2 --rdzv-backend etcd", "without another service"),
         ("--standalone --nnodes 2", "give one of them"),
         ("--gpus 0,0", "different numbers"),

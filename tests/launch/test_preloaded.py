@@ -12,6 +12,7 @@ import pytest
 from tests.launch.harness import Run, wait_for, write_script
 from tests.launch.test_mpi import WHERE
 from unisono.launch import job
+from unisono.launch.agent.connection import Stopped
 from unisono.launch.worker import preload, process_tree
 
 SCRIPT = """
@@ -107,3 +108,14 @@ def test_which_programs_train(tmp_path: Path) -> None:
     assert not is_wanted("import unisono as uni\nuni.init()")
     assert not is_wanted("class Engine: ...\nimport unisono as uni\nuni.init()")
     assert not is_wanted("unisono " * (1 << 17))  # a search that begins anew at each would take hours
+
+
+def test_a_request_to_stop_ends_the_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler of signals raises it: it was taken for a module that cannot be imported, and the job went on."""
+
+    def import_module(name: str) -> None:
+        raise Stopped
+
+    monkeypatch.setattr(preload.importlib, "import_module", import_module)
+    with pytest.raises(Stopped):
+        preload.load()

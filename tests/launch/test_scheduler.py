@@ -67,6 +67,7 @@ def test_groups(options: dict[str, Any], environ: dict[str, str], group: NodeGro
         ({"nnodes": "2", "node_rank": 2}, {}, "--node-rank 2 does not fit --nnodes 2: nodes go from 0 to 1"),
         ({"nnodes": "2"}, {"JOB_COMPLETION_INDEX": "x"}, "JOB_COMPLETION_INDEX x: expected a whole number"),
         ({"nnodes": "2", "node_rank": 0}, {}, "--nnodes 2: where is node 0? give --master-addr"),
+        ({"nnodes": "2", "node_rank": 0}, {"MASTER_ADDR": "a..b"}, "--master-addr a..b: no host can have this name"),
         ({"node_rank": 0}, {}, "--node-rank and --master-addr are for a job of several nodes: give --nnodes too"),
         ({"nnodes": "1", "per_node": "many"}, {}, "--nproc-per-node many: expected a whole number"),
         ({"nnodes": "1"}, {"MASTER_PORT": "http"}, "MASTER_PORT is 'http'; expected a number from 1 to 65535"),

@@ -585,6 +585,16 @@ def spiked(comm: Any, plan: str) -> tuple[list[str], int, str]:
     return faults, skipped, str(reported.value)
 
 
+class Table:
+    """Of columns with names, as a DataFrame."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
 @pytest.mark.parametrize("plan", ["dp=2,tp=2,sp", "dp=2,pp=2,zero=3"])
 def test_under_every_plan_the_same_module_is_named_and_the_same_state_kept(
     plan: str, pools: Callable[[str, int], RankPool]
@@ -658,6 +668,10 @@ def refused_input(comm: Any) -> None:
         prepared.run((torch.zeros(0, 8, dtype=torch.long), torch.zeros(0, 8, dtype=torch.long)))
     with pytest.raises(UsageError, match="predict was given a list of tuples, like a dataset"):
         prepared.predict(data(4))
+    with pytest.raises(UsageError, match=r"samples of this dataset cannot be collated: .*give them equal shapes"):
+        prepared.predict([{"ids": [1, 2]}, {"ids": [1, 2, 3]}])
+    with pytest.raises(UsageError, match="a batch of Table without tensors"):
+        prepared.predict(Table())
     plateau = uni.Engine(
         Words, loss, torch.optim.SGD, plan="dp=1", scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau
     )

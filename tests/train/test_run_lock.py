@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -21,7 +23,7 @@ from torch import nn
 import unisono as uni
 from tests.ranks import RankPool
 from unisono.errors import UsageError
-from unisono.train.callbacks import Callback
+from unisono.train.callbacks import Callback, SaveBest
 from unisono.train.checkpoint import folder_lock
 from unisono.train.checkpoint.folder_lock import FolderLock
 from unisono.train.telemetry.run_folder import RunFolder
@@ -130,6 +132,35 @@ def test_a_lock_that_was_removed_is_made_again(tmp_path: Path) -> None:
     assert _is_refused(tmp_path)
 
 
+def test_a_folder_that_was_lost_is_not_taken_for_this_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_lock, "_SOON", 0.0)
+    lost = FolderLock(tmp_path)
+    (tmp_path / "run.lock").unlink()
+    with _other_job(tmp_path) as process:
+        with pytest.raises(UsageError, match=f"is in use by process {process.pid}"):
+            FolderLock(tmp_path)
+        assert f"was taken over by process {process.pid}" in lost.problem()
+    assert FolderLock(tmp_path).problem() == ""
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o002, 0o664), (0o022, 0o644)])
+def test_who_may_take_the_folder_later_is_up_to_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        FolderLock(tmp_path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "run.lock").stat().st_mode) == mode
+
+
+def test_a_file_system_without_lasting_inodes_has_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_lock, "_SOON", 0.0)
+    looks = iter(range(100))
+    monkeypatch.setattr(os.path, "samestat", lambda one, other: next(looks) < 0)
+    lock = FolderLock(tmp_path)
+    assert lock.problem() == ""
+
+
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "run.lock").symlink_to("mine")
@@ -203,6 +234,35 @@ def test_every_rank_is_told_who_has_the_folder(pools: Callable[[str, int], RankP
     for told in answers:
         assert all(f"is in use by process {process.pid} on host" in each for each in told), told
     assert [path.name for path in tmp_path.iterdir()] == ["run.lock"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_fit_that_has_ended_gives_its_folder_back(tmp_path: Path, fails: bool) -> None:
+    """Also while what it was given, or its error, is still there, as in a notebook."""
+    engine = uni.Engine(nn.Linear(3, 2), F.cross_entropy, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    best = SaveBest("validation_loss", tmp_path / "best")
+    callbacks = [best, *[Failing(3)][: int(fails)]]
+    with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
+        engine.fit(
+            _data(),
+            batch_size=8,
+            validation=_data(),
+            evaluate_every=2,
+            save=tmp_path,
+            progress=False,
+            callbacks=callbacks,
+        )
+    assert (tmp_path / "best" / f"step-{best.best_step:08d}").exists()
+    assert not _is_refused(tmp_path)
+
+
+class Failing(Callback):
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step(self, engine: Any, info: Any) -> None:
+        if info.step == self._step:
+            raise RuntimeError("it fails")
 
 
 def _taken_meanwhile(folder: Path, checkpoints: uni.Checkpoints) -> str:

@@ -103,7 +103,7 @@ def is_here(host: str) -> bool:
     """Whether an address or name is one of this machine's."""
     try:
         addresses = {each[4][0] for each in socket.getaddrinfo(host, None)}
-    except OSError:
+    except (OSError, UnicodeError):
         return False
     return any(_is_own(str(address)) for address in addresses)
 

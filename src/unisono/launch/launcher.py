@@ -182,11 +182,13 @@ def _removed_at_the_end(folder: str) -> Iterator[None]:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGINT, SIGTERM, SIGHUP and SIGQUIT raise Interrupted once; a second signal ends the launcher at once."""
+    """SIGINT, SIGTERM, SIGHUP and SIGQUIT raise Interrupted once; a second signal ends the launcher at once. What
+    `nohup`, or a shell in the background, has had ignored stays so."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    ignored = [each for each in (signal.SIGHUP, signal.SIGQUIT) if signal.getsignal(each) == signal.SIG_IGN]
+    signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}.difference(ignored)
     before = {signum: signal.getsignal(signum) for signum in signals}
 
     def interrupt(signum: int, frame: FrameType | None) -> None:

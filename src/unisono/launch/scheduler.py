@@ -67,6 +67,10 @@ def find_group(
         address = "127.0.0.1"
     if not address:
         raise UsageError(f"--nnodes {nodes}: where is node 0? give --master-addr, or set MASTER_ADDR")
+    try:
+        address.encode("idna")
+    except UnicodeError:
+        raise UsageError(f"--master-addr {address}: no host can have this name; expected that of node 0") from None
     given = environ.get("PET_MASTER_PORT") or environ.get("MASTER_PORT")
     if not port and (given or nodes > 1):
         port = _port(given or str(MASTER_PORT))

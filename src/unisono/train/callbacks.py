@@ -217,6 +217,9 @@ class SaveBest(BestValue):
         if is_best:
             self._checkpoints.save(engine.ready, info.step, extra=engine.own_state())
 
+    def on_end(self, engine: Engine, info: StepInfo | None) -> None:
+        self._checkpoints.close()
+
 
 _LESS, _MORE = ("loss", "perplexity", "error"), ("accuracy", "top")
 

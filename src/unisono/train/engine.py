@@ -9,6 +9,7 @@ The same script runs in one process and under `unisono run -n 8`; every rank mak
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
@@ -50,7 +51,7 @@ from unisono.train.checkpoint.inventory import shapes_here
 from unisono.train.checkpoint.weights import export_pretrained
 from unisono.train.data.given_batches import GivenBatches
 from unisono.train.data.loader import Loader
-from unisono.train.data.reading import Collate, collate_samples
+from unisono.train.data.reading import Collate, collate_samples, collated
 from unisono.train.data.sampler import require_whole_number
 from unisono.train.fit import Fit, History, Options
 from unisono.train.metric_sums import TrainingMetrics
@@ -632,7 +633,8 @@ class Engine:
                 f"{path} holds the checkpoints of steps {', '.join(map(str, saved.steps()))}; they would be deleted; "
                 "give another folder"
             )
-        saved.save(self.ready, self.ready.steps, extra=self.own_state())
+        with contextlib.closing(saved):
+            saved.save(self.ready, self.ready.steps, extra=self.own_state())
 
     def save_pretrained(self, folder: str | Path, max_shard_size: int | str = "50GB") -> None:
         """Save a Hugging Face model as a folder that `from_pretrained` reads, under any plan. Every rank calls it.
@@ -684,7 +686,7 @@ class Engine:
         """Inputs for `predict`: samples that are dicts collated, and without labels, from which a model would compute
         the loss of a part of the samples."""
         if _has_samples_of_names(inputs):
-            inputs = (self._collate or collate_samples)([inputs[index] for index in range(len(inputs))])
+            inputs = collated([inputs[index] for index in range(len(inputs))], self._collate or collate_samples)
         config = getattr(self.ready.model, "config", None)
         feeds_labels = getattr(config, "is_encoder_decoder", False)  # to the decoder
         if not isinstance(inputs, Mapping) or self._example is None or self._example[1] is not None or feeds_labels:
@@ -705,7 +707,9 @@ def _has_samples_of_names(inputs: Any) -> bool:
     """Whether it is a dataset (of torch, of Hugging Face, a list) of samples that are dicts, and not a batch."""
     if isinstance(inputs, torch.Tensor | tuple | Mapping) or not hasattr(inputs, "__getitem__"):
         return False
-    return hasattr(inputs, "__len__") and len(inputs) > 0 and isinstance(inputs[0], Mapping)
+    with contextlib.suppress(LookupError):  # a table, whose columns have names
+        return hasattr(inputs, "__len__") and len(inputs) > 0 and isinstance(inputs[0], Mapping)
+    return False
 
 
 def _training(model: nn.Module) -> nn.Module:

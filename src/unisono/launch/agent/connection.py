@@ -55,8 +55,8 @@ class Reporter:
         return self._wire.send({**event, "refused": self._refused})
 
 
-class Stopped(Exception):
-    """The launcher, or a signal, ends the job."""
+class Stopped(BaseException):
+    """The launcher, or a signal, ends the job: raised anywhere, also where errors are of no interest."""
 
 
 class StopListener:

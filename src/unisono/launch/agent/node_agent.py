@@ -294,7 +294,7 @@ def _run_mpi_rank(
         if not segments and time.monotonic() > next_look:
             segments |= _mpi_segments(pool)
             if segments:
-                pool.note_shared_memory(segments)
+                job_folder.note_shared_memory(pool.folder, segments)
             next_look = time.monotonic() + _LOOK
     if pool.failures():
         segments |= _mpi_segments(pool)  # a rank that is stopped while it ends does not remove them

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from unisono.launch.transport import job_folder
 from unisono.launch.transport.wire import Message, Wire
 
 _ERRORS_KEPT = 1 << 16
@@ -144,7 +144,7 @@ class AgentLinks:
         for link in self.all:
             if link.is_local and "folders" in link.hello:
                 for left in Path(tempfile.gettempdir()).glob(f"{link.hello['folders']}*"):
-                    shutil.rmtree(left, ignore_errors=True)
+                    job_folder.remove(left)
             link.wire.close()
             if link.process is not None and link.process.stderr is not None:
                 link.process.stderr.close()

@@ -29,14 +29,12 @@ from unisono.launch.outcome.verdict import RankFailure
 from unisono.launch.store import secret as job_secret
 from unisono.launch.transport import job_folder
 from unisono.launch.worker import process_tree, rank_main
-from unisono.regular_files import open_regular
 
 GRACE = 2.0  # seconds between the stop signal and SIGKILL
 TICK = 0.02  # polling interval for ended ranks that write nothing
 _SETTLE = 0.15  # seconds to wait after a failure for ranks that failed at the same time
 _SETTLE_PEER = 0.8  # the same while only broken connections are known
 _CHUNK = 1 << 16
-_SHARED_MEMORY = "shared_memory"  # in the pool's folder: the files of MPI's ranks
 _RANDOM = 8  # bytes in a folder's name
 _FOLDERS = f"unisono-[0-9]*-{'[0-9a-f]' * 2 * _RANDOM}-*"
 
@@ -60,11 +58,6 @@ def folder_prefix(pid: int) -> str:
     return f"unisono-{pid}-{secrets.token_hex(_RANDOM)}-"
 
 
-def _remove_shared_memory(folder: Path) -> None:
-    with contextlib.suppress(OSError, ValueError), open_regular(folder / _SHARED_MEMORY) as file:
-        rank_main.remove_files(path for path in file.read().decode().split() if rank_main.is_mpi_segment(path))
-
-
 class WorkerPool:
     """Start ranks, forward their output to a listener, detect failures, stop all."""
 
@@ -76,7 +69,7 @@ class WorkerPool:
         self._keep = keep
         self._own = set(close)
         self._streams = ("out", "err", "result") if with_results else ("out", "err")
-        job_folder.remove_abandoned(_FOLDERS, _remove_shared_memory)
+        job_folder.remove_abandoned(_FOLDERS)
         self._folder, self._lock = job_folder.make(folder_prefix(os.getpid()))
         self._selector = selectors.DefaultSelector()
         self._secret_file: Path | None = None
@@ -275,10 +268,6 @@ class WorkerPool:
         self._selector.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         os.close(self._lock)
-
-    def note_shared_memory(self, paths: Collection[str]) -> None:
-        """Files that ranks share, and that the next pool on this host removes, should this process be killed."""
-        (self._folder / _SHARED_MEMORY).write_text("".join(f"{path}\n" for path in paths))
 
     def kill_all(self) -> None:
         """SIGKILL to everything, at once; may be called from any thread."""

@@ -34,6 +34,7 @@ from unisono.launch.job import CALL, COMMAND, MODULE, Entrypoint
 from unisono.launch.outcome import failure
 from unisono.launch.outcome.failure import Failure
 from unisono.launch.store import program_rendezvous
+from unisono.launch.transport import job_folder
 from unisono.launch.worker import aliases, process_tree, stacks
 
 # Errors of c10d when a peer has died: a consequence of another failure.
@@ -42,7 +43,6 @@ _PEER_LOST = re.compile(
     r"|Application timeout caused pair closure|Connection was likely closed"
 )
 
-_SEGMENT = "/dev/shm/mpich_shm_"
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _LAUNCH_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
@@ -220,12 +220,8 @@ def mpi_segments(pid: int | str = "self") -> set[str]:
     """Files of the memory that MPICH's ranks on this host share. They outlive ranks that end without MPI_Finalize;
     ranks that still use them keep them when they are removed."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:
-        return {line.split()[5] for line in maps if _SEGMENT in line}
+        return {line.split()[5] for line in maps if job_folder.SEGMENT in line}
     return set()
-
-
-def is_mpi_segment(path: str) -> bool:
-    return path.startswith(_SEGMENT) and "/" not in path.removeprefix(_SEGMENT)
 
 
 def remove_files(paths: Iterable[str]) -> None:

@@ -165,11 +165,15 @@ def _catches(pid: int) -> bool:
 
 
 def _dump(pid: int, path: Path, seconds: float) -> str:
-    if not _catches(pid):
-        return ""
+    """What the process writes; "" where it does not, or has ended meanwhile with its job."""
+    with contextlib.suppress(OSError):
+        return _dumped(pid, path, seconds) if _catches(pid) else ""
+    return ""
+
+
+def _dumped(pid: int, path: Path, seconds: float) -> str:
     before = size = path.stat().st_size
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, SIGNAL)
+    os.kill(pid, SIGNAL)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         time.sleep(_QUIET)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import torch
 
+from unisono.kernel_files import kept
 from unisono.mesh.global_index import Runs
 from unisono.mesh.random.philox import MULTIPLIERS, ROUNDS, WEYL, PhiloxStream
 
@@ -29,14 +29,14 @@ def noise(stream: PhiloxStream, runs: Runs, limit: int, scale: float, dtype: tor
     return out
 
 
-@numba.njit(cache=True, nogil=True)
+@kept(nogil=True)
 def _compare(drawn, limit, out, scale):  # type: ignore[no-untyped-def]
     nothing = scale - scale
     for i in range(len(drawn)):
         out[i] = scale if drawn[i] >= limit else nothing
 
 
-@numba.njit(cache=True, inline="always")
+@kept(inline="always")
 def _block(number, key0, key1, counter0, counter1):  # type: ignore[no-untyped-def]
     c0, c1 = np.uint32(number), np.uint32(np.uint64(number) >> _HALF)
     c2, c3 = counter0, counter1
@@ -50,7 +50,7 @@ def _block(number, key0, key1, counter0, counter1):  # type: ignore[no-untyped-d
     return c0, c1, c2, c3
 
 
-@numba.njit(cache=True, nogil=True)
+@kept(nogil=True)
 def _fill(out, starts, length, key0, key1, counter0, counter1):  # type: ignore[no-untyped-def]
     for run in range(len(starts)):
         begin = run * length

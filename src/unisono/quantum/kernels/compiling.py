@@ -16,6 +16,8 @@ from typing import Any
 
 import numba
 
+from unisono import kernel_files
+
 try:
     import fcntl
 except ImportError:  # no such system: every process compiles for itself
@@ -38,9 +40,10 @@ _SOURCES = _digest()
 def entry(*, fastmath: bool = False) -> Any:
     def compiled(function: Any) -> Any:
         function.__qualname__ += f"_{_SOURCES}"  # numba names its files after it
-        kernel = _njit(**_ALL, cache=True, fastmath=fastmath)(function)
-        if fcntl is not None and hasattr(kernel, "_cache"):
-            kernel._cache = OneCompiles(kernel._cache, f"{function.__module__}.{function.__qualname__}")
+        kernel = kernel_files.kept(**_ALL, fastmath=fastmath)(function)
+        cache = getattr(kernel, "_cache", None)
+        if fcntl is not None and cache is not None and cache.cache_path is not None:
+            kernel._cache = OneCompiles(cache, f"{function.__module__}.{function.__qualname__}")
         return kernel
 
     return compiled

@@ -124,6 +124,12 @@ class Checkpoints:
         """Why the folder is no longer this job's; "" if it is."""
         return "" if self.lock is None else self.lock.problem()
 
+    def close(self) -> None:
+        """Give the folder back, so that another job may save there. A later save takes it again."""
+        if self.lock is not None:
+            self.lock.release()
+        self.lock = None
+
     def wait(self) -> None:
         """Wait until the pending checkpoint is published; every rank calls it, at the latest when training ends."""
         saving, self._pending = self._pending, None

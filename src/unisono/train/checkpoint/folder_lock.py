@@ -47,7 +47,8 @@ class FolderLock:
             folder = folder.parent  # a run folder, which `Engine.fit` locks as a whole
         key = os.getpid(), os.path.realpath(folder)
         try:
-            self._file = _held.get(key) or _File(folder)
+            held = _held.get(key)
+            self._file = _File(folder) if held is None or held.problem() else held
         except _InUse as error:
             return str(error)
         except OSError:
@@ -83,21 +84,24 @@ class _File:
     def _open(self, deadline: float) -> None:
         while True:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(self._path, _FLAGS, 0o644)
+            self._fd = os.open(
+                self._path, _FLAGS, 0o666
+            )  # of a group that has the folder together, if the umask says so
             self._close = weakref.finalize(self, os.close, self._fd)
-            if _lock(self._fd):
-                if self._is_there():
-                    break
-            elif time.monotonic() > deadline:
+            is_locked = _lock(self._fd)
+            if is_locked and self._is_there():
+                break
+            if time.monotonic() > deadline:
                 owner = self._content()
                 self._close()
+                if is_locked:
+                    raise OSError(errno.ESTALE, "the file system gives another file at each look", str(self._path))
                 raise _InUse(
                     f"run folder {self._path.parent} is in use by {owner or 'another process'}: two jobs in one folder "
                     "would go on from each other's checkpoints; give another folder, or wait until that one has ended"
                 )
-            else:
-                time.sleep(0.1)
             self._close()
+            time.sleep(0.1)
         with contextlib.suppress(OSError):  # a full disk
             os.ftruncate(self._fd, 0)
             about = f"process {os.getpid()} on host {socket.gethostname()}, since {time.ctime()}"

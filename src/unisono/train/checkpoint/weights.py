@@ -10,6 +10,7 @@ checkpoint. None of them can execute code.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -170,7 +171,8 @@ def _export_trainer(trainer: Trainer, path: Path) -> None:
 def _assemble(trainer: Trainer, path: Path, write: Callable[[Path], None]) -> None:
     """Have rank 0 write, from the shards of all ranks, which lie beside the path meanwhile."""
     parts = Checkpoints(path.with_name(f".{path.name}.parts"), keep=None)
-    saved = parts.save_weights(trainer, trainer.steps)
+    with contextlib.closing(parts):
+        saved = parts.save_weights(trainer, trainer.steps)
     error: str | None = None
     if trainer.mesh.index() == 0:
         try:

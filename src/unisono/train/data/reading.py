@@ -35,6 +35,20 @@ def collate_samples(samples: list[Any]) -> Any:
     return default_collate(samples)
 
 
+def collated(samples: list[Any], collate: Collate) -> Any:
+    """UsageError where `collate_samples` cannot make a batch of them."""
+    try:
+        return collate(samples)
+    except (RuntimeError, TypeError, KeyError) as error:
+        if collate is not collate_samples:
+            raise
+        raise UsageError(
+            f"samples of this dataset cannot be collated: {str(error).splitlines()[0]}; give them equal shapes, "
+            "or a function that pads them as collate= of uni.Engine or uni.Loader, as transformers' "
+            "DataCollatorWithPadding(tokenizer)"
+        ) from None
+
+
 def _tensor(value: Any) -> Any:
     first = value
     while isinstance(first, list) and first:
@@ -77,17 +91,7 @@ class Batcher:
         return held
 
     def batch(self, samples: list[Any], batch_size: int) -> Any:
-        try:
-            made = self.collate(samples)
-        except (RuntimeError, TypeError, KeyError) as error:
-            if self.collate is not collate_samples:
-                raise
-            raise UsageError(
-                f"samples of this dataset cannot be collated: {str(error).splitlines()[0]}; give them equal shapes, "
-                "or a function that pads them as collate= of uni.Engine or uni.Loader, as transformers' "
-                "DataCollatorWithPadding(tokenizer)"
-            ) from None
-        return self.checked(made, batch_size)
+        return self.checked(collated(samples, self.collate), batch_size)
 
     def checked(self, made: Any, batch_size: int) -> Any:
         """Validate a collated batch; as a pair if one is expected, with its first samples."""
