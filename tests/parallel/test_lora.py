@@ -209,6 +209,13 @@ def test_the_share_that_is_reported_is_that_of_all_parameters() -> None:
     assert "the factor of an adapter that every rank needs in full" in str(covered)
 
 
+def test_a_layer_with_an_adapter_that_is_left_replicated_is_named_with_the_reason() -> None:
+    model = adapted(llama, ["q_proj", "lm_head"])
+    covered = coverage(model, require_shareable(model, 2, {"*.lm_head": "replicate"}), 2, None)
+    assert "lm_head.base_layer" in covered.largest
+    assert covered.reason == 'its rule is "replicate"'
+
+
 def merged() -> Any:
     model = adapted(llama)
     model.merge_adapter()

@@ -55,7 +55,8 @@ def is_adapted_embedding(module: nn.Module) -> bool:
 
 
 def _has_plain_adapters(module: Any) -> bool:
-    return not (module.merged_adapters or module.lora_variant or len(module.lora_magnitude_vector))
+    variants = (getattr(module, name, ()) for name in ("lora_variant", "lora_magnitude_vector"))
+    return not module.merged_adapters and not any(len(each) for each in variants)
 
 
 def _is_untouched(module: nn.Module) -> bool:

@@ -90,7 +90,11 @@ def _flops(flow: Dataflow | None, styles: Styles) -> float | None:
 def _reason(name: str, model: nn.Module, styles: Styles, ranks: int, flow: Dataflow | None) -> str:
     module = model.get_submodule(name)
     if module in adapters.inner_modules(model):
-        return "the factor of an adapter that every rank needs in full"
+        layers = (key for key, each in model.named_modules() if adapters.is_adapted_linear(each))
+        layer = next(key for key in layers if name.startswith(f"{key}.".lstrip(".")))
+        if layer in styles and styles[layer].kind != "replicate":
+            return "the factor of an adapter that every rank needs in full"
+        return _reason(layer, model, styles, ranks, flow)
     if name in styles and styles[name].kind == "replicate":
         return 'its rule is "replicate"'
     is_layer = isinstance(module, nn.Linear | nn.Embedding)
