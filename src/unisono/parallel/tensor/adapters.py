@@ -71,7 +71,7 @@ def is_other(module: nn.Module) -> bool:
 
 def _is_saved_layer(module: nn.Module) -> bool:
     """Whether it holds a layer, and copies of it that are trained in full."""
-    return _is(module, _OTHER, "ModulesToSaveWrapper") and not list(module.original_module.children())  # type: ignore[union-attr, operator]
+    return _is(module, _OTHER, "ModulesToSaveWrapper") and not list(module.original_module.children())  # type: ignore[union-attr]
 
 
 def _is(module: nn.Module, package: str, name: str) -> bool:
