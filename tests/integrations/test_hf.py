@@ -355,9 +355,13 @@ def as_users_do(comm: Any, name: str, plan: str, folder: str, theirs: list[dict[
     assert (Path(folder) / saved).is_file()
 
 
+HABITS = ("tagger", "classifier", "adapters", "optimizers", "checkpointing", "no clipping")
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["tagger", "classifier", "adapters", "optimizers", "checkpointing", "no clipping"])
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])
+@pytest.mark.parametrize(
+    ("plan", "name"), [*((plan, name) for plan in ("dp=2", "dp=2,zero=3") for name in HABITS), ("tp=2", "adapters")]
+)
 def test_habits(name: str, plan: str, pools: Pools, tmp_path: Path) -> None:
     if name == "adapters":
         pytest.importorskip("peft", reason="peft is not installed")

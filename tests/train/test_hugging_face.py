@@ -354,11 +354,13 @@ def test_a_folder_is_tuned_into_another(plan: str, dtype: torch.dtype, pools: Po
     assert "model.safetensors" not in written
 
 
-def adapted(comm: Any, plan: str, base: str, out: str) -> None:
+def adapted(comm: Any, plan: str, targets: Any, base: str, out: str) -> None:
     import peft  # type: ignore[import-not-found, unused-ignore]
 
     def with_lora() -> Any:
-        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
+        config = peft.LoraConfig(
+            r=3, target_modules=targets, lora_dropout=0.0, init_lora_weights=False, task_type="CAUSAL_LM"
+        )
         return peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base), config)
 
     engine = uni.Engine(with_lora, optimizer=adam, plan=plan, collate=pad, check="off")
@@ -372,24 +374,35 @@ def adapted(comm: Any, plan: str, base: str, out: str) -> None:
     torch.testing.assert_close(saved.state_dict(), plain.state_dict(), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("plan", ["dp=2,zero=3", "tp=2", "pp=2,microbatches=2"])
-def test_adapters(plan: str, pools: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("plan", "targets"),
+    [
+        ("tp=2", "all-linear"),
+        *(
+            pytest.param(plan, ["q_proj", "v_proj"], marks=pytest.mark.thorough)
+            for plan in ("dp=2,zero=3", "tp=2", "tp=2,sp", "pp=2,microbatches=2")
+        ),
+    ],
+)
+def test_adapters(plan: str, targets: Any, pools: Pools, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed")
     built().save_pretrained(tmp_path / "base")
-    pools("gloo", 2).run(adapted, plan, str(tmp_path / "base"), str(tmp_path / "out"))
+    pools("gloo", 2).run(adapted, plan, targets, str(tmp_path / "base"), str(tmp_path / "out"))
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= written
 
 
 def test_rules_of_a_class_hold_only_together() -> None:
-    """GPT2 with adapters on its fused projection: heads were divided, and the projection under them was not."""
+    """GPT2 with adapters on its fused projection that cannot be sharded: heads were divided, and the projection under
+    them was not."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
     config = transformers.GPT2Config(vocab_size=24, n_embd=16, n_layer=1, n_head=2, n_positions=16)
-    model = transformers.GPT2LMHeadModel(config)
-    assert any(text.startswith("heads") for text in known(model).values())
-    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
-    assert not any(text.startswith("heads") for text in known(model).values())
+    models = [transformers.GPT2LMHeadModel(config) for _ in range(3)]
+    for model, use_dora in zip(models, (False, True), strict=False):
+        adapters = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, use_dora=use_dora)
+        peft.get_peft_model(model, adapters)
+    have_heads = [any(text.startswith("heads") for text in known(model).values()) for model in models]
+    assert have_heads == [True, False, True]  # LoRA, DoRA, no adapters
 
 
 def test_what_is_no_hugging_face_model_has_no_folder(tmp_path: Path) -> None:

@@ -188,17 +188,17 @@ def use_float8(model: nn.Module, names: Iterable[str], is_emulated: bool) -> Non
         module = _submodule(model, name)
         if module is None:
             continue  # of another stage of a pipeline
+        weight = module.weight
+        assert isinstance(weight, torch.Tensor)
+        shape = tuple(weight.shape)
+        if any(size % _MULTIPLE for size in shape) and not is_emulated:
+            raise UsageError(
+                f"precision=fp8: tp leaves this rank {shape[0]} x {shape[1]} of {name}, but float8 needs multiples "
+                f"of {_MULTIPLE}; use a smaller tp, or precision=bf16"
+            )
         if isinstance(module, nn.Linear):
             module.__class__ = EmulatedFloat8Linear if is_emulated else Float8Linear
         elif hasattr(module, "product"):  # ColumnParallelLinear, RowParallelLinear
-            weight = module.weight
-            assert isinstance(weight, torch.Tensor)
-            shape = tuple(weight.shape)
-            if any(size % _MULTIPLE for size in shape) and not is_emulated:
-                raise UsageError(
-                    f"precision=fp8: tp leaves this rank {shape[0]} x {shape[1]} of {name}, but float8 needs multiples "
-                    f"of {_MULTIPLE}; use a smaller tp, or precision=bf16"
-                )
             module.product = emulated_linear if is_emulated else float8_linear  # type: ignore[assignment]
 
 

@@ -47,6 +47,7 @@ from unisono.parallel.blocks import Blocks, find_blocks, not_called, some_of_the
 from unisono.parallel.compile.regions import compiles, eager_regions
 from unisono.parallel.layout import Split, layout_of
 from unisono.parallel.rules.rules import Styles
+from unisono.parallel.tensor import adapters
 from unisono.parallel.tensor.linear import is_linear
 from unisono.parallel.tensor.parameter_shards import TP, add_up, lengths_of
 from unisono.parallel.tensor.region import Region
@@ -413,8 +414,11 @@ def full_sequence_modules(blocks: Blocks, styles: Styles) -> tuple[str, ...]:
     """Modules in the blocks with layers that can be given the full sequence only."""
     found: list[str] = []
     for number, block in enumerate(blocks.modules):
+        inner = adapters.inner_modules(block)
         modules = dict(block.named_modules(prefix=blocks.name(number)))
         for name, module in modules.items():
+            if module in inner and name not in styles:
+                continue
             if not _needs_full(name, module, modules, styles) or any(f"{name}.".startswith(f"{e}.") for e in found):
                 continue
             parent = name.rpartition(".")[0]
@@ -441,6 +445,7 @@ _TOKEN_MIXERS = (nn.MultiheadAttention, nn.RNNBase, ConvNd)
 def _require_sound(block_name: str, block: nn.Module, styles: Styles, full: Sequence[str]) -> None:
     """Outside its regions a block must work token by token."""
     tokenwise: set[nn.Module] = set()  # modules that declare that they work token by token
+    inner = adapters.inner_modules(block)
     for inner_name, module in block.named_modules(prefix=block_name):
         if getattr(module, "is_tokenwise", False):
             tokenwise.update(module.modules())
@@ -461,7 +466,7 @@ def _require_sound(block_name: str, block: nn.Module, styles: Styles, full: Sequ
             raise UsageError(f"{inner_name} has the sequence in dim 0; sequence parallelism needs batch_first=True")
         if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
             continue  # nn.MultiheadAttention's own, sharded with it
-        if style is None and (is_linear(module) or isinstance(module, _TOKEN_MIXERS)):
+        if style is None and module not in inner and (is_linear(module) or isinstance(module, _TOKEN_MIXERS)):
             raise UsageError(
                 f"sequence parallelism would give {inner_name} a shard of the sequence, as no rule shards it; if it "
                 f'works token by token, say so with the rule {{"{_pattern(inner_name)}": "replicate"}}, else shard it'

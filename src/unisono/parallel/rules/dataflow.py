@@ -30,6 +30,7 @@ from unisono.parallel.inputs import call
 from unisono.parallel.meta.meta_tensors import meta_copy, realised_copy, to_meta
 from unisono.parallel.meta.shapes import KnownShapes
 from unisono.parallel.share import first_samples
+from unisono.parallel.tensor import adapters
 from unisono.parallel.tensor.convolution import is_convolution
 from unisono.parallel.tensor.linear import features, is_linear
 
@@ -160,7 +161,10 @@ class _Recorder(TorchFunctionMode):
         for leaf in tree_leaves(samples):
             if _is_tensor(leaf):
                 self._note(leaf, frozenset([INPUT if leaf.is_floating_point() else TOKENS]))
+        inner = adapters.inner_modules(model)
         for name, module in model.named_modules():
+            if module in inner:
+                continue
             if is_layer(module):
                 module.register_forward_pre_hook(partial(self._enter_layer, name), with_kwargs=True)
                 module.register_forward_hook(partial(self._leave_layer, name))
@@ -332,7 +336,7 @@ class _Recorder(TorchFunctionMode):
 
 
 def _products(layer: Any) -> int:
-    """Multiplications for an element of the output."""
+    """Multiplications for an element of the output; those of adapters, which are few, are left out."""
     return features(layer)[0] if is_linear(layer) else math.prod(layer.weight.shape[1:])
 
 

@@ -41,7 +41,7 @@ from unisono.parallel.meta.meta_tensors import realised_copy
 from unisono.parallel.rules.dataflow import INPUT, TOKENS, Dataflow, Parts, as_float64, is_layer, recorded, synthetic
 from unisono.parallel.rules.rules import Style
 from unisono.parallel.rules.trial import Shard, Trial, simulated_ranks
-from unisono.parallel.tensor import vocabulary
+from unisono.parallel.tensor import adapters, vocabulary
 from unisono.parallel.tensor.convolution import is_channelwise, is_convolution
 from unisono.parallel.tensor.custom_layers import is_plain, require_sharding
 from unisono.parallel.tensor.linear import features, is_linear
@@ -99,7 +99,8 @@ def inferred(model: nn.Module, ranks: int, inputs: Any, shard: Shard, given: Rul
 class _Inferring:
     def __init__(self, model: nn.Module, ranks: int, flow: Dataflow, shard: Shard, given: Rules) -> None:
         self._model, self._ranks, self._flow, self._shard = model, ranks, flow, shard
-        self._modules = dict(model.named_modules())
+        inner = adapters.inner_modules(model)
+        self._modules = {name: module for name, module in model.named_modules() if module not in inner}
         self._parameters = dict(model.named_parameters())
         self._rules: Rules = dict(given)
         self._given = given
@@ -111,8 +112,7 @@ class _Inferring:
             for name, module in self._modules.items()
             if is_layer(module)
             and names[id(module.weight)] == 1
-            and f"{name}.weight" not in flow.used_elsewhere
-            and f"{name}.bias" not in flow.used_elsewhere
+            and not any(f"{name}.{own}" in flow.used_elsewhere for own, _ in module.named_parameters())
         }
 
     def inference(self) -> Inference:
@@ -427,7 +427,7 @@ def _relative(host: str, name: str) -> str:
 def form(module: nn.Module) -> Any:
     """What modules that are built alike have in common."""
     shapes = tuple((name, tuple(each.shape)) for name, each in module.named_parameters())
-    classes = tuple((name, type(each)) for name, each in module.named_modules())
+    classes = tuple((name, type(each), is_linear(each)) for name, each in module.named_modules())
     settings = tuple((name, *_settings(each)) for name, each in module.named_modules())
     return shapes, classes, settings
 

@@ -44,6 +44,7 @@ from typing import Any
 from torch import nn
 
 from unisono.errors import UsageError
+from unisono.parallel.tensor import adapters
 
 Rules = Mapping[str, str]
 
@@ -183,7 +184,12 @@ def _matches(names: list[str], rules: Mapping[str, Style]) -> tuple[Styles, set[
 
 
 def published(model: nn.Module) -> dict[str, str] | None:
-    """The model's own tensor-parallel plan, where it brings one, as rules."""
+    """The model's own tensor-parallel plan, where it brings one, as rules. A model with adapters brings that of the
+    model that they were added to."""
+    inside, base = adapters.base_model(model)
+    if inside:
+        theirs = published(base)
+        return None if theirs is None else {f"{inside}.{pattern}": rule for pattern, rule in theirs.items()}
     plan: Any = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if not plan:
         plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
@@ -205,7 +211,10 @@ def known(model: nn.Module) -> dict[str, str]:
     """Rules for the layers that unisono knows by their class, where its parts are of that package too: others may have
     the same names and compute something else."""
     rules = {}
+    within = {inner for module in model.modules() if adapters.is_other(module) for inner in module.modules()}
     for name, module in model.named_modules():
+        if module in within:
+            continue
         if type(module) is nn.MultiheadAttention and "forward" not in vars(module) and name:
             rules[name] = "heads"
         package = type(module).__module__.partition(".")[0]
@@ -234,6 +243,7 @@ def _is_of_package(module: nn.Module, relative: str, package: str) -> bool:
             return False
         modules.append(getattr(modules[-1], child))
     last = getattr(modules[-1], relative.rpartition(".")[2], None)
+    last = adapters.without_adapters(last) if isinstance(last, nn.Module) else last
     if isinstance(last, nn.Module) and any(True for _ in last.children()):
         modules.append(last)
     return all(type(each).__module__.partition(".")[0] == package and "forward" not in vars(each) for each in modules)

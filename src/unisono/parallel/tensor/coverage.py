@@ -15,7 +15,7 @@ from torch import nn
 from unisono.amounts import format_count
 from unisono.parallel.rules.dataflow import INPUT, PARAMETER, TOKENS, Dataflow, recorded
 from unisono.parallel.rules.rules import Styles
-from unisono.parallel.tensor import vocabulary
+from unisono.parallel.tensor import adapters, vocabulary
 from unisono.parallel.tensor.convolution import is_convolution
 from unisono.parallel.tensor.linear import features, is_linear
 from unisono.parallel.tensor.sharded_dims import sharded_dims
@@ -89,6 +89,12 @@ def _flops(flow: Dataflow | None, styles: Styles) -> float | None:
 
 def _reason(name: str, model: nn.Module, styles: Styles, ranks: int, flow: Dataflow | None) -> str:
     module = model.get_submodule(name)
+    if module in adapters.inner_modules(model):
+        layers = (key for key, each in model.named_modules() if adapters.is_adapted_linear(each))
+        layer = next(key for key in layers if name.startswith(f"{key}.".lstrip(".")))
+        if layer in styles and styles[layer].kind != "replicate":
+            return "the factor of an adapter that every rank needs in full"
+        return _reason(layer, model, styles, ranks, flow)
     if name in styles and styles[name].kind == "replicate":
         return 'its rule is "replicate"'
     is_layer = isinstance(module, nn.Linear | nn.Embedding)

@@ -9,7 +9,8 @@ between the collectives that the parallel layer would use:
     vocab    y_r = forward(tokens of rank r; rows of rank r)          y = sum of the y_r, zero for other tokens
 
 Whether that is right, and along which dim each tensor has to be sharded, is tried: on random values, outputs and all
-gradients of the shards must be those of the full layer. A layer that fails is refused by name.
+gradients of the shards must be those of the full layer. A layer that fails is refused by name. Of a layer with LoRA
+adapters it is known (see adapters).
 
 A parameter that stays full is used by every rank for its part of the output, so its gradients are summed. Of a row
 layer it may be one that is added to the output (a bias); then the first rank alone adds it.
@@ -34,9 +35,11 @@ from torch.nn.utils.weight_norm import WeightNorm
 from unisono.errors import UsageError
 from unisono.mesh import autograd_collectives
 from unisono.mesh.deferred_init.deferred_model import source_of
+from unisono.mesh.global_index import Part
 from unisono.parallel.layout import Split
 from unisono.parallel.pipeline.off_stage import is_off_stage
 from unisono.parallel.rules.rules import Style
+from unisono.parallel.tensor import adapters
 from unisono.parallel.tensor.linear import features, is_linear, part_lengths
 from unisono.parallel.tensor.parameter_shards import ParameterSharder, add_up, lengths_of, packed
 from unisono.parallel.tensor.region import Region
@@ -117,8 +120,9 @@ def shard_in_place(
     rank, ranks = region.comm.rank, region.comm.size
     partition = _Partition.of(module, style, ranks)
     inputs = features(module)[0] if partition.kind != "vocab" else 0
-    attributes = partition.attributes(module, rank)
-    layer = _OwnForward(name, module, module.forward, style, region, partition, inputs)
+    draws = adapters.draws(module)
+    owners = {module, adapters.without_adapters(module)}
+    layer = _OwnForward(name, module, module.forward, style, region, partition, inputs, draws)
     for key, where in sharding.items():
         owner, attribute = _owner(module, key)
         tensor: Any = getattr(owner, attribute)
@@ -129,8 +133,9 @@ def shard_in_place(
         else:
             add_up(tensor, "tp")
             layer.zeroed += [key] if where == FIRST_RANK and rank else []
-    for attribute, value in attributes.items():
-        setattr(module, attribute, value)
+    for each in owners:
+        for attribute, value in partition.attributes(each, rank).items():
+            setattr(each, attribute, value)
     for number, hook in list(module._forward_pre_hooks.items()):
         if isinstance(hook, _WEIGHT_HOOKS):
             layer.weight_hooks.append(module._forward_pre_hooks.pop(number))
@@ -148,6 +153,7 @@ class _OwnForward:
     region: Region
     partition: _Partition
     inputs: int
+    draws: bool = False  # whether it drops some of its input
     zeroed: list[str] = field(default_factory=list)  # parameters that the first rank alone applies
     buffers: dict[str, int] = field(default_factory=dict)  # which stay full, and the dim that forward sees a shard of
     weight_hooks: list[Any] = field(default_factory=list)
@@ -167,7 +173,7 @@ class _OwnForward:
         return self._vocab(x)
 
     def _column(self, x: torch.Tensor) -> torch.Tensor:
-        y = self._own(self.region.enter(x))
+        y = self._own(self.region.enter(x), None)
         if self.style.kind == "column_gather":
             return autograd_collectives.gather(y, -1, lengths_of(self.partition.split), self.region.comm)
         totals = sorted({self.partition.size, *part_lengths(self.partition.size, self.partition.parts)})
@@ -177,14 +183,17 @@ class _OwnForward:
     def _row(self, x: torch.Tensor) -> torch.Tensor:
         if self.style.kind == "row_split":
             x = autograd_collectives.split(x, -1, lengths_of(self.partition.split), self.region.comm)
-        return self.region.leave(self._own(x))
+        held = self.partition.split.held[self.region.comm.rank]
+        assert isinstance(held, range)
+        return self.region.leave(self._own(x, Part(held, self.partition.size)))
 
     def _vocab(self, tokens: torch.Tensor) -> torch.Tensor:
-        mine = _looked_up(self._own, tokens, self.partition.split.held[self.region.comm.rank])
+        mine = _looked_up(partial(self._own, part=None), tokens, self.partition.split.held[self.region.comm.rank])
         return mine if is_off_stage(self.module) else autograd_collectives.reduce(mine, self.region.comm)
 
-    def _own(self, x: torch.Tensor) -> torch.Tensor:
-        with self._local_tensors():
+    def _own(self, x: torch.Tensor, part: Part | None) -> torch.Tensor:
+        """part: of all input features, which this rank has; None where it has all of them."""
+        with self._local_tensors(), self.region.located(part) if self.draws else contextlib.nullcontext():
             for hook in self.weight_hooks:
                 hook(self.module, (x,))
             return self.own(x)
@@ -257,6 +266,10 @@ def _kind(module: nn.Module) -> Any:
 
 
 def _require_sharding(name: str, module: nn.Module, style: Style, ranks: int) -> Sharding:
+    if adapters.is_adapted_linear(module):
+        by_rows = style.kind in ("row", "row_split")
+        dims = adapters.dims(module, by_rows=by_rows)
+        return {key: FIRST_RANK if by_rows and key.endswith(".bias") else dim for key, dim in dims.items()}
     with _undisturbed(module):
         trial = _LayerTrial(name, module, style, ranks)
         for sharding in itertools.islice(trial.candidates(), _MOST):

@@ -23,7 +23,7 @@ from unisono.comm.rendezvous import world as worlds
 from unisono.errors import UsageError
 from unisono.mesh import autograd_collectives
 from unisono.parallel.compile.collectives import features_number, inside
-from unisono.parallel.tensor import deferred
+from unisono.parallel.tensor import adapters, deferred
 from unisono.parallel.tensor.parameter_shards import ParameterSharder, lengths_of, packed
 from unisono.parallel.tensor.region import Region
 
@@ -31,18 +31,20 @@ Initialiser = Callable[[torch.Tensor], Any]
 
 
 def is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or is_transposed(module)
+    """Also with LoRA adapters (see adapters)."""
+    return isinstance(module, nn.Linear) or is_transposed(module) or adapters.is_adapted_linear(module)
 
 
 def is_transposed(module: nn.Module) -> bool:
     """A linear layer whose weight is (inputs, outputs): Hugging Face's Conv1D, or a class that says so."""
+    module = adapters.without_adapters(module)
     is_conv1d = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
     return is_conv1d or getattr(type(module), "HAS_TRANSPOSED_WEIGHT", False)
 
 
 def features(linear: nn.Module) -> tuple[int, int]:
     """The numbers of inputs and outputs; of a convolution, its channels."""
-    outputs, inputs = linear.weight.shape[:2]  # type: ignore[index]
+    outputs, inputs = adapters.without_adapters(linear).weight.shape[:2]
     return (outputs, inputs) if is_transposed(linear) else (inputs, outputs)
 
 

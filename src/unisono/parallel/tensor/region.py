@@ -9,7 +9,8 @@ features.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -110,6 +111,19 @@ class Region:
         if state is not None:
             state.locate = None
 
+    @contextmanager
+    def located(self, part: Part | None) -> Iterator[None]:
+        """In the block dropouts work on tensors that every rank has in full, or of whose features it has a part."""
+        state = active_state()
+        if state is None:
+            yield
+            return
+        before, state.locate = state.locate, None if part is None else partial(_of_features, part)
+        try:
+            yield
+        finally:
+            state.locate = before
+
     def inside(
         self,
         totals: Sequence[int],
@@ -182,6 +196,12 @@ class Region:
         stand_in = nan.expand(*entered.shape[:-1], entered.shape[-1] // self.comm.size)
         setattr(stand_in, _STANDS_FOR, entered)
         return stand_in
+
+
+def _of_features(
+    part: Part, shape: Sequence[int], kind: str, parts: dict[int, Part], key: Key | None = None
+) -> dict[int, Part]:
+    return parts | {len(shape) - 1: part}
 
 
 def _sharded_dim(

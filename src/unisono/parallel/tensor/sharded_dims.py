@@ -10,8 +10,12 @@ import torch
 from torch import nn
 
 from unisono.parallel.rules.rules import Style, Styles
+from unisono.parallel.tensor import adapters
 from unisono.parallel.tensor.linear import is_linear, is_transposed
 from unisono.torch_compat import ConvNd
+
+_COLUMN = ("column", "column_gather", "vocab_head", "logits", "column_inside")
+_ROW = ("row", "row_split", "row_sum")
 
 
 @dataclass(frozen=True)
@@ -60,9 +64,13 @@ def _of_module(module: Any, style: Style) -> Iterator[tuple[torch.Tensor, Sharde
 
 def _of_linear(module: Any, style: Style) -> Iterator[tuple[torch.Tensor, ShardedDim]]:
     is_packed = len(style.parts) > 1
-    if style.kind in ("column", "column_gather", "vocab_head", "logits", "column_inside"):
+    if adapters.is_adapted_linear(module) and style.kind in (*_COLUMN, *_ROW):
+        for name, dim in adapters.dims(module, by_rows=style.kind in _ROW).items():
+            if dim is not None:
+                yield module.get_parameter(name), ShardedDim(dim, is_packed)
+    elif style.kind in _COLUMN:
         yield module.weight, ShardedDim(1 if is_transposed(module) else 0, is_packed)
         if module.bias is not None:
             yield module.bias, ShardedDim(0, is_packed)
-    elif style.kind in ("row", "row_split", "row_sum"):
+    elif style.kind in _ROW:
         yield module.weight, ShardedDim(0 if is_transposed(module) else 1)

@@ -34,7 +34,7 @@ from unisono.parallel.rules.derived import derived
 from unisono.parallel.rules.inferred import compressed, inferred
 from unisono.parallel.rules.rules import Rules, Style, Styles, known, matched, only_exceptions, published
 from unisono.parallel.rules.searched import searched_rules
-from unisono.parallel.tensor import attention, convolution, custom_layers, user_hooks, vocabulary
+from unisono.parallel.tensor import adapters, attention, convolution, custom_layers, user_hooks, vocabulary
 from unisono.parallel.tensor.attention import ParallelMultiheadAttention
 from unisono.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, features, is_linear, part_lengths
 from unisono.parallel.tensor.logits import keep_in_shards
@@ -43,6 +43,8 @@ from unisono.parallel.tensor.region import Region
 from unisono.parallel.tensor.rule_checks import HEAD_SIZES, LINEAR_KINDS, is_rowwise, require_sound
 from unisono.parallel.tensor.vocabulary import VocabParallelEmbedding
 
+# Styles of modules whose inputs and outputs are full
+_ALONE = ("vocab", "column_gather", "logits", "row_split", "experts", "replicate", "summed")
 Regions = Callable[[str], Region]
 _known: dict[int, tuple[nn.Module, dict[int, Rules]]] | None = None  # rules that a model shows, by ranks
 
@@ -247,6 +249,12 @@ def styles_of(model: nn.Module, ranks: int, rules: Rules | None = None) -> Style
     if not styles and ranks > 1:
         styles = matched(model, _derived(model, ranks))
     if all(style.kind == "replicate" for style in styles.values()):
+        other = next((name for name, module in model.named_modules() if adapters.is_other(module)), None)
+        if other is not None:
+            raise UsageError(
+                f"tp={ranks}: {other} has an adapter that is not sharded, and no layers are left that can be sharded "
+                "without it; use LoRA as peft has it by default (no DoRA, nothing merged or quantized), or no tp"
+            )
         raise UsageError(
             f"{type(model).__name__} defines no tensor-parallel plan, and none can be inferred from its blocks; pass "
             "an example for a search, or rules such as "
@@ -260,11 +268,27 @@ def styles_of(model: nn.Module, ranks: int, rules: Rules | None = None) -> Style
 
 def _brought(model: nn.Module) -> Styles:
     theirs = published(model)
-    styles = matched(model, theirs if theirs is not None else known(model), every=False)
+    styles = _of_layers(model, matched(model, theirs if theirs is not None else known(model), every=False))
     vectors = {name for name, parameter in model.named_parameters() if parameter.dim() == 1}
     by_channel = {name: Style("channels") for name in styles.keys() & vectors if styles[name].kind == "column"}
     styles |= by_channel  # a number for each head, such as an attention sink
     return {name: style for name, style in styles.items() if style.kind != "vocab" or _is_sharded(model, name)}
+
+
+def _of_layers(model: nn.Module, styles: Styles) -> Styles:
+    """The styles of a base model's layers, where adapters have been added to them. Layers with others than LoRA stay
+    replicated, and with them what shares their weights; where other layers' shards depend on theirs, none holds."""
+    modules = dict(model.named_modules())
+    others = [name for name in styles if name in modules and adapters.is_other(modules[name])]
+    if any(styles[name].kind not in _ALONE for name in others):
+        return {}
+    theirs = {parameter for name in others for parameter in modules[name].parameters()}
+    return {
+        layer: style
+        for name, style in styles.items()
+        if name not in others and getattr(modules.get(name), "weight", None) not in theirs
+        for layer in (adapters.layers_of(name, modules[name]) if name in modules else (name,))
+    }
 
 
 def _is_sharded(model: nn.Module, name: str) -> bool:
@@ -316,7 +340,7 @@ def fitting_rules(model: nn.Module, ranks: int, rules: Rules | None, example: tu
         if found is None or not found.rules:
             raise unknown from None
         return compressed(found.rules, model)
-    if is_published:
+    if is_published and _brought(model):
         return _tried_rules(model, ranks, rules, example)
     found = inferred(model, ranks, example[0], _sharded_alone, _named(_brought(model) | matched(model, rules or {})))
     if found is not None and any(text != "replicate" for text in found.rules.values()):
@@ -375,8 +399,11 @@ def _children(name: str, module: nn.Module) -> list[str]:
 
 def _follow_ties(model: nn.Module, styles: Styles, *, explicit: bool) -> None:
     """Layers that share a weight are sharded alike: where nobody gave rules, the others follow the one that has one."""
+    inner = adapters.inner_modules(model)
     layers = {
-        name: module for name, module in model.named_modules() if is_linear(module) or isinstance(module, nn.Embedding)
+        name: adapters.without_adapters(module)
+        for name, module in model.named_modules()
+        if (is_linear(module) or isinstance(module, nn.Embedding)) and module not in inner
     }
     for name in [name for name in styles if name in layers and not is_rowwise(styles[name])]:
         for other, module in layers.items():
