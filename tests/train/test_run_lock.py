@@ -161,6 +161,14 @@ def test_a_file_system_without_lasting_inodes_has_no_locks(tmp_path: Path, monke
     assert lock.problem() == ""
 
 
+def test_a_lock_outlasts_a_look_at_its_file(tmp_path: Path) -> None:
+    """By a backup, or a logger that uploads the run folder."""
+    lock = FolderLock(tmp_path)
+    assert (tmp_path / "run.lock").read_text()
+    assert _is_refused(tmp_path)
+    lock.release()
+
+
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "run.lock").symlink_to("mine")

@@ -2,8 +2,9 @@
 
     run.lock          held by rank 0 as long as the job writes: which process, on which host, and a token
 
-The system releases the lock with the process, however it ends. A lock can be lost all the same: its file is replaced,
-or the file system has no locks. So before each save rank 0 looks whether the file is still its own.
+The system releases the lock with the process, however it ends. It is that of an open file: one of a process would be
+lost as soon as anything in it has read the file. A lock can be lost all the same: its file is replaced, or the file
+system has no locks. So before each save rank 0 looks whether the file is still its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import fcntl
 import os
 import secrets
 import socket
+import struct
 import time
 import weakref
 from pathlib import Path
@@ -30,6 +32,7 @@ _SOON = 3.0  # seconds in which a process that was just killed gives its lock ba
 _LATE = 90.0  # in a restart, where it may have been on a host that was lost
 _LONGEST = 4096  # bytes that are read of the file
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_EXCLUSIVE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock: all of the file
 
 _held: weakref.WeakValueDictionary[tuple[int, str], _File] = weakref.WeakValueDictionary()  # by process and path
 
@@ -73,7 +76,7 @@ class _InUse(Exception):
 
 
 class _File:
-    """The lock file of this process, open. Its children do not inherit the lock."""
+    """The lock file of this process, open. Its children close it, and so do not inherit the lock."""
 
     def __init__(self, folder: Path) -> None:
         """_InUse if another process has it; OSError where it cannot be made."""
@@ -87,20 +90,20 @@ class _File:
             self._fd = os.open(
                 self._path, _FLAGS, 0o666
             )  # of a group that has the folder together, if the umask says so
-            self._close = weakref.finalize(self, os.close, self._fd)
+            self.close = weakref.finalize(self, os.close, self._fd)
             is_locked = _lock(self._fd)
             if is_locked and self._is_there():
                 break
             if time.monotonic() > deadline:
                 owner = self._content()
-                self._close()
+                self.close()
                 if is_locked:
                     raise OSError(errno.ESTALE, "the file system gives another file at each look", str(self._path))
                 raise _InUse(
                     f"run folder {self._path.parent} is in use by {owner or 'another process'}: two jobs in one folder "
                     "would go on from each other's checkpoints; give another folder, or wait until that one has ended"
                 )
-            self._close()
+            self.close()
             time.sleep(0.1)
         with contextlib.suppress(OSError):  # a full disk
             os.ftruncate(self._fd, 0)
@@ -123,7 +126,7 @@ class _File:
         """Why the folder is no longer this job's; "" if it is."""
         try:
             if not self._path.exists():  # removed, and no other job has come
-                self._close()
+                self.close()
                 return self._retaken()
             if self._is_there() and self._content() == self._written and _lock(self._fd):
                 return ""
@@ -145,10 +148,18 @@ class _File:
         return ""
 
 
+def _close_all() -> None:
+    for file in list(_held.values()):
+        file.close()
+
+
+os.register_at_fork(after_in_child=_close_all)
+
+
 def _lock(fd: int) -> bool:
     """False if another process holds it. True where the file system has no locks: there the file's content tells."""
     try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _EXCLUSIVE)
     except OSError as error:
         return error.errno not in (errno.EACCES, errno.EAGAIN)
     return True
