@@ -371,6 +371,11 @@ def test_cotangents_of_another_batch() -> None:
         UnisonoQubit(2).compute_vjp(tape(3), (np.ones(4), np.ones(4)), config)
 
 
+def test_a_batch_of_nothing() -> None:
+    with pytest.raises(UsageError, match="a batch of 0 samples: expected 1 or more"):
+        qml.QNode(one, UnisonoQubit(WIRES))(samples(0), weights())
+
+
 # ---- ranks ----------------------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ import torch
 from pennylane.operation import StatePrepBase
 
 from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
 from unisono.integrations.pennylane.operators import GateSpec, operation_of, spec_of
 from unisono.integrations.ranks import compiled
 from unisono.quantum.circuit.circuit import Circuit
@@ -97,6 +98,8 @@ class Simulator:
         begins = b"" if start is None else hashlib.blake2b(start.data).digest()
         batched = frozenset(number for number, each in enumerate(angles) if np.ndim(each))
         size = len(angles[min(batched)]) if batched else None
+        if size == 0:
+            raise UsageError("a circuit with a batch of 0 samples: expected 1 or more")
         samples = [
             Job(shared, numbers, start, labels or (0,), (shared, numbers.tobytes(), begins))
             for numbers in _rows(angles, 1 if size is None else size)
