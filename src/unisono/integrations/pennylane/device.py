@@ -21,20 +21,28 @@ from pennylane.devices.preprocess import (
     validate_observables,
 )
 from pennylane.exceptions import DeviceError
+from pennylane.math import Interface
 from pennylane.measurements import ExpectationMP, SampleMeasurement, StateMeasurement
 from pennylane.transforms import broadcast_expand, defer_measurements, split_non_commuting
 from pennylane.transforms.core import transform
 
 from unisono.errors import UsageError
-from unisono.integrations.pennylane.jacobian import jacobian, vjp
+from unisono.integrations.pennylane.jacobian import jacobian, jvp, vjp
 from unisono.integrations.pennylane.measurement import SHADOWS, analytic, observable_of, sampled
-from unisono.integrations.pennylane.operators import GATE_SET, is_differentiable, is_native
-from unisono.integrations.pennylane.simulator import Job, Simulator
+from unisono.integrations.pennylane.operators import (
+    GATE_SET,
+    batched_parameters,
+    is_batchable,
+    is_differentiable,
+    is_native,
+)
+from unisono.integrations.pennylane.simulator import Job, JobBatch, Simulator
 from unisono.integrations.ranks import job_communicator, shared_generator
 from unisono.quantum.arguments import DTYPES, require_device, shown
 from unisono.quantum.kernels.runner import require_kernel
 
 NAME = "unisono.qubit"
+WITH_BATCHES = (Interface.NUMPY, Interface.AUTOGRAD, Interface.TORCH)  # whose derivatives of batches are not expanded
 
 
 @simulator_tracking
@@ -92,6 +100,8 @@ class UnisonoQubit(Device):
         for name in ("use_device_gradient", "use_device_jacobian_product"):
             if getattr(config, name) is None:
                 updated[name] = adjoint
+        if adjoint and circuit is not None and config.interface in WITH_BATCHES and _has_trainable_batch(circuit):
+            updated["use_device_jacobian_product"] = True  # see _runs_batch
         if config.grad_on_execution is None:
             updated["grad_on_execution"] = False  # a vector-Jacobian product costs one walk, a Jacobian several
         if config.mcm_config.mcm_method not in (None, "deferred"):
@@ -118,7 +128,7 @@ class UnisonoQubit(Device):
         pipeline.add_transform(
             validate_measurements, analytic_measurements=_is_analytic, sample_measurements=_is_sampled, name=NAME
         )
-        pipeline.add_transform(broadcast_expand)
+        pipeline.add_transform(expand_batches, execution_config=config)
         pipeline.add_transform(split_shots)
         if adjoint:
             pipeline.add_transform(no_sampling, name=f"adjoint + {NAME}")
@@ -162,7 +172,7 @@ class UnisonoQubit(Device):
         return results
 
     def compute_derivatives(self, circuits: Any, execution_config: ExecutionConfig | None = None) -> Any:
-        return tuple(jacobian(self._simulator, self._job(each), each) for each in circuits)
+        return tuple(jacobian(self._simulator, self._jobs(each), each) for each in circuits)
 
     def execute_and_compute_derivatives(self, circuits: Any, execution_config: ExecutionConfig | None = None) -> Any:
         results = tuple(self._execute(each, keep=True) for each in circuits)
@@ -170,7 +180,7 @@ class UnisonoQubit(Device):
 
     def compute_vjp(self, circuits: Any, cotangents: Any, execution_config: ExecutionConfig | None = None) -> Any:
         pairs = zip(circuits, cotangents, strict=True)
-        return tuple(vjp(self._simulator, self._job(each), each, given) for each, given in pairs)
+        return tuple(vjp(self._simulator, self._jobs(each), each, given) for each, given in pairs)
 
     def execute_and_compute_vjp(
         self, circuits: Any, cotangents: Any, execution_config: ExecutionConfig | None = None
@@ -179,13 +189,8 @@ class UnisonoQubit(Device):
         return results, self.compute_vjp(circuits, cotangents, execution_config)
 
     def compute_jvp(self, circuits: Any, tangents: Any, execution_config: ExecutionConfig | None = None) -> Any:
-        found = []
-        for circuit, given in zip(circuits, tangents, strict=True):
-            rows = jacobian(self._simulator, self._job(circuit), circuit)
-            several = len(circuit.measurements) > 1
-            products = [np.asarray(np.dot(np.atleast_1d(row), given)) for row in (rows if several else (rows,))]
-            found.append(tuple(products) if several else products[0])
-        return tuple(found)
+        pairs = zip(circuits, tangents, strict=True)
+        return tuple(jvp(self._simulator, self._jobs(each), each, given) for each, given in pairs)
 
     def execute_and_compute_jvp(
         self, circuits: Any, tangents: Any, execution_config: ExecutionConfig | None = None
@@ -193,16 +198,40 @@ class UnisonoQubit(Device):
         results = tuple(self._execute(each, keep=True) for each in circuits)
         return results, self.compute_jvp(circuits, tangents, execution_config)
 
-    def _job(self, circuit: Any) -> Job:
+    def _jobs(self, circuit: Any) -> JobBatch:
         return self._simulator.prepare(circuit, self.wires)
 
     def _execute(self, circuit: Any, *, keep: bool) -> Any:
-        job = self._job(circuit)
+        jobs = self._jobs(circuit)
+        results = [self._sample(job, circuit, keep) for job in jobs.samples]
+        return results[0] if jobs.size is None else _stacked(results)
+
+    def _sample(self, job: Job, circuit: Any, keep: bool) -> Any:
         state = self._simulator.state(job, keep=keep)
         if circuit.shots:
             return sampled(self._simulator, job, circuit, state, self._rng)
         found = analytic(self._simulator, job, circuit.measurements, state)
         return found[0] if len(found) == 1 else tuple(found)
+
+
+@transform
+def expand_batches(tape: Any, *, execution_config: ExecutionConfig) -> Any:
+    """A tape for each sample of a batch that the device does not run as it is."""
+    if not any(map(batched_parameters, tape.operations)) or _runs_batch(tape, execution_config):
+        return (tape,), null_postprocessing
+    return broadcast_expand(tape)
+
+
+def _runs_batch(tape: Any, config: ExecutionConfig) -> bool:
+    """Whether the device runs a batch as it is: without shots, where only angles are batched, and where PennyLane can
+    use the derivatives. It multiplies Jacobians with respect to numbers only; products are the device's own."""
+    if tape.shots or not all(map(is_batchable, tape.operations)):
+        return False
+    if config.gradient_method != "adjoint":
+        return True
+    if config.interface not in WITH_BATCHES:
+        return False
+    return bool(config.use_device_jacobian_product) or not _has_trainable_batch(tape)
 
 
 @transform
@@ -215,6 +244,17 @@ def split_shots(tape: Any) -> Any:
 
 def _native_and_differentiable(op: Any) -> bool:
     return is_native(op) and is_differentiable(op)
+
+
+def _has_trainable_batch(tape: Any) -> bool:
+    return any(qml.math.requires_grad(data) for op in tape.operations for data in batched_parameters(op))
+
+
+def _stacked(results: list[Any]) -> Any:
+    """The results of a batch from those of its samples: an array for each measurement, its first axis the batch."""
+    if isinstance(results[0], tuple):
+        return tuple(_stacked(list(each)) for each in zip(*results, strict=True))
+    return np.stack(results)
 
 
 def _is_expectation(mp: Any) -> bool:

@@ -88,8 +88,24 @@ def is_native(op: Any) -> bool:
 
 def is_differentiable(op: Any) -> bool:
     """Whether the adjoint method has derivatives for all trainable parameters of a native operator."""
-    if not any(qml.math.requires_grad(data) for data in op.data):
-        return True
+    return not any(qml.math.requires_grad(data) for data in op.data) or _reads_angles(op)
+
+
+def batched_parameters(op: Any) -> list[Any]:
+    """The parameters that have a value for each sample. (Some operators that PennyLane took from a batch keep its size:
+    `batch_size` alone does not tell.)"""
+    if getattr(op, "batch_size", None) is None:
+        return []
+    return [data for data, axes in zip(op.data, op.ndim_params, strict=True) if qml.math.ndim(data) > axes]
+
+
+def is_batchable(op: Any) -> bool:
+    """Whether one program can read a native operator's parameters sample by sample: they are angles, or no batch."""
+    return not batched_parameters(op) or _reads_angles(op)
+
+
+def _reads_angles(op: Any) -> bool:
+    """Whether all parameters are angles of a gate, and none is an array or given to a matrix."""
     while isinstance(op, Controlled | Adjoint) and op.name not in _NAMES:
         op = op.base
     return op.name in _NAMES and op.name not in ("QubitUnitary", "DiagonalQubitUnitary")

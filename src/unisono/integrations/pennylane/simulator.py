@@ -1,7 +1,8 @@
 """A tape as a program with angles, and the state that it makes.
 
-A program is compiled once for each structure (gates and wires) and run with the angles of each tape. The states of
-tapes that a derivative will be asked of, or that are measured in several bases, are kept for a while.
+A program is compiled once for each structure (gates and wires) and run with the angles of each tape, or of each sample
+of a batch. The states of tapes that a derivative will be asked of, or that are measured in several bases, are kept for
+a while.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from pennylane.operation import StatePrepBase
 
 from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
 from unisono.integrations.pennylane.operators import GateSpec, operation_of, spec_of
 from unisono.integrations.ranks import compiled
 from unisono.quantum.circuit.circuit import Circuit
@@ -39,8 +41,8 @@ class TapeProgram:
 
 @dataclass(frozen=True)
 class Job:
-    """A tape made ready: its program, the angles, and the amplitudes that it starts from, if any. `labels[w]` is the
-    label of wire w."""
+    """A tape, or one sample of its batch, made ready: its program, the angles, and the amplitudes that it starts from,
+    if any. `labels[w]` is the label of wire w."""
 
     shared: TapeProgram
     angles: np.ndarray
@@ -57,6 +59,21 @@ class Job:
         return {label: wire for wire, label in enumerate(self.labels)}
 
 
+@dataclass(frozen=True)
+class JobBatch:
+    """A tape made ready: a job for each sample of its batch, all of one program; without a batch (`size` None) there is
+    one. `batched` are the weights that have a value for each sample."""
+
+    samples: tuple[Job, ...]
+    size: int | None
+    batched: frozenset[int]
+
+    def is_batched(self, parameter: int) -> bool:
+        """Whether a parameter of the tape has an angle for each sample."""
+        known = self.samples[0].shared.weight_of
+        return parameter < len(known) and known[parameter] in self.batched
+
+
 class Simulator:
     """Runs tapes whose operators are all native."""
 
@@ -65,23 +82,29 @@ class Simulator:
         self._programs: OrderedDict[tuple[Any, ...], TapeProgram] = OrderedDict()
         self._states: OrderedDict[tuple[Any, ...], State] = OrderedDict()
 
-    def prepare(self, tape: Any, device_wires: Any = None) -> Job:
+    def prepare(self, tape: Any, device_wires: Any = None) -> JobBatch:
         labels = tuple(device_wires) if device_wires is not None else standard_order(tape)
         wire_of = None if labels == tuple(range(len(labels))) else {label: wire for wire, label in enumerate(labels)}
         operators = tape.operations
         start, first, specs = _preparation(operators, labels, wire_of)
-        angles: list[float] = []
+        angles: list[Any] = []
         for op in operators[first:]:
             spec = spec_of(op, wire_of)
             specs.append((spec, len(op.data)))
             if spec is not None and not spec.is_array:
-                angles += map(float, op.data)
+                angles += map(float if op.batch_size is None else qml.math.toarray, op.data)
         structure = (len(labels) or 1, start is not None, sum(len(op.data) for op in operators[:first]), *specs)
-        numbers = np.array(angles)
         shared = self._program(structure)
         begins = b"" if start is None else hashlib.blake2b(start.data).digest()
-        key = (shared, numbers.tobytes(), begins)
-        return Job(shared, numbers, start, labels or (0,), key)
+        batched = frozenset(number for number, each in enumerate(angles) if np.ndim(each))
+        size = len(angles[min(batched)]) if batched else None
+        if size == 0:
+            raise UsageError("a circuit with a batch of 0 samples: expected 1 or more")
+        samples = [
+            Job(shared, numbers, start, labels or (0,), (shared, numbers.tobytes(), begins))
+            for numbers in _rows(angles, 1 if size is None else size)
+        ]
+        return JobBatch(tuple(samples), size, batched)
 
     def state(self, job: Job, *, keep: bool = False) -> State:
         """The state that the tape makes, or the kept one. A kept state must not be changed."""
@@ -143,6 +166,14 @@ class Simulator:
             self._programs.popitem(last=False)
         self._programs[structure] = made
         return made
+
+
+def _rows(angles: Sequence[Any], samples: int) -> np.ndarray:
+    """The angles of each sample, those that samples share in each row."""
+    rows = np.empty((samples, len(angles)))
+    for number, each in enumerate(angles):
+        rows[:, number] = each
+    return rows
 
 
 def standard_order(tape: Any) -> tuple[Any, ...]:
