@@ -229,8 +229,7 @@ class Campaign:
             kind = self.chance.choice(kinds)
             before, past = job._progress(), list(job.ranks().values())
             if len(past) < 2:
-                if job.process.poll() is None:
-                    job.await_step(before)
+                job.await_step(before)  # which starts a job again that has ended by itself
                 continue
             detail = kind.strike(job, self.chance)
             struck = time.monotonic()

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -148,6 +149,24 @@ def test_sigterm_to_an_agent_ends_the_job_on_all_hosts(two_hosts: Hosts, tmp_pat
         assert run.left_running() == []
     assert process.returncode == RESUMABLE, out + output
     assert "stopped by SIGTERM to the agent on host node1" in output
+
+
+@pytest.mark.thorough
+@pytest.mark.hosts
+def test_a_host_that_is_cut_off_for_a_moment_is_named(two_hosts: Hosts, tmp_path: Path) -> None:
+    """Its agent, without a launcher, stops its ranks; where these can still save with the others, the job has saved."""
+    folder = tmp_path / "run"
+    run = on_two_hosts(two_hosts, tmp_path, "-H", "node0:1,node1:1", PROGRAM, str(folder), "dp=2", "none", "100000")
+    with run.started() as process:
+        wait_for_step(folder, 7, 2)
+        two_hosts.cut_cable()
+        time.sleep(SILENCE + 2)
+        two_hosts.mend_cable()
+        out, output = process.communicate(timeout=120)
+        assert run.left_running() == []
+    assert process.returncode in (1, RESUMABLE), out + output
+    named = r"^the agent on host node1 was lost; its ranks are 1(:|; stopped by SIGTERM to a rank: |$)"
+    assert re.search(named, output, re.MULTILINE), output
 
 
 STAYS = "import os, pathlib, time\npathlib.Path('up.' + os.environ['RANK']).touch()\ntime.sleep(1000)\n"

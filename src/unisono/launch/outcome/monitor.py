@@ -251,6 +251,10 @@ class Monitor:
         if not failures or ((self._lost or self._stopped) and _could_follow_a_loss(failures)):
             if self._stopped is not None:
                 code, reason = self._stopped
+                if (
+                    self._lost_hosts
+                ):  # the ranks of an agent that has lost its launcher are stopped, and the others see it
+                    reason = f"{self._lost.partition(chr(10))[0]}; {reason}"
                 return Outcome(code, reason, results, reason, is_permanent=True)
             error = self._lost or self._problem
             return Outcome(self._lost_code if error else 0, error, results, error.partition("\n")[0])
