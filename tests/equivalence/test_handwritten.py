@@ -13,7 +13,7 @@ from tests.equivalence import handwritten
 from tests.equivalence.proof import prove, refused
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
-from unisono.parallel.tensor.sharded_dims import sharded_dims
+from unisono.parallel.rules.sharded_dims import sharded_dims
 from unisono.parallel.tensor.tensor_parallel import fitting_rules, require_shareable
 
 Pools = Callable[[str, int], RankPool]

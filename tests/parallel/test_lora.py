@@ -17,9 +17,9 @@ from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.parallel.layout import layout_of
+from unisono.parallel.rules.sharded_dims import sharded_dims
 from unisono.parallel.task import Task
 from unisono.parallel.tensor.coverage import coverage
-from unisono.parallel.tensor.sharded_dims import sharded_dims
 from unisono.parallel.tensor.tensor_parallel import fitting_rules, require_shareable
 from unisono.plan.plan import Plan
 from unisono.verify.verify import verify_here

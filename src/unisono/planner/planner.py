@@ -32,9 +32,9 @@ from unisono.parallel.pipeline.rehearsal import rehearse
 from unisono.parallel.pipeline.split import blocks_of
 from unisono.parallel.precision import HALF_DTYPES, Precision
 from unisono.parallel.rules.rules import Styles
+from unisono.parallel.rules.sharded_dims import sharded_dims
 from unisono.parallel.share import batch_size_of
 from unisono.parallel.task import Task
-from unisono.parallel.tensor.sharded_dims import sharded_dims
 from unisono.parallel.tensor.tensor_parallel import deriving_once, fitting_rules, heads_of, require_shareable
 from unisono.plan.hardware.spec import Hardware
 from unisono.plan.plan import Plan

@@ -7,7 +7,7 @@ logits           logits that stay sharded until the loss
 region           the part of a model in which ranks have different features
 custom_layers, user_hooks   subclasses with a forward of their own, and hooks
 adapters         layers with adapters of peft (LoRA)
-parameter_shards, sharded_dims   which shard of each parameter a rank keeps
+parameter_shards   which shard of each parameter a rank keeps
 coverage         how much of a model is sharded
 head_width       models that count heads themselves
 """

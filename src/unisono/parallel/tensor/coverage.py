@@ -15,10 +15,10 @@ from torch import nn
 from unisono.amounts import format_count
 from unisono.parallel.rules.dataflow import INPUT, PARAMETER, TOKENS, Dataflow, recorded
 from unisono.parallel.rules.rules import Styles
+from unisono.parallel.rules.sharded_dims import sharded_dims
 from unisono.parallel.tensor import adapters, vocabulary
 from unisono.parallel.tensor.convolution import is_convolution
 from unisono.parallel.tensor.linear import features, is_linear
-from unisono.parallel.tensor.sharded_dims import sharded_dims
 
 _LITTLE = 0.5  # of the parameters: below, the user is warned
 _INSIDE = ("column", "column_inside", "row_sum")  # layers whose output is used inside a region
