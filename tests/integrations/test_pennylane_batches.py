@@ -376,6 +376,18 @@ def test_a_batch_of_nothing() -> None:
         qml.QNode(one, UnisonoQubit(WIRES))(samples(0), weights())
 
 
+@pytest.mark.parametrize("sizes", [(3, 2), (3, 1)])
+def test_batches_of_two_sizes(sizes: tuple[int, int]) -> None:
+    def circuit(x: Any, y: Any) -> Any:
+        qml.RX(x, 0)
+        qml.RY(y, 1)
+        return qml.expval(qml.Z(0))
+
+    first, second = sizes
+    with pytest.raises(UsageError, match=f"batches of {second} and {first} samples: expected one size"):
+        qml.QNode(circuit, UnisonoQubit(2))(np.ones(first), np.ones(second))
+
+
 # ---- ranks ----------------------------------------------------------------------------------------------------------
 
 

@@ -97,7 +97,10 @@ class Simulator:
         shared = self._program(structure)
         begins = b"" if start is None else hashlib.blake2b(start.data).digest()
         batched = frozenset(number for number, each in enumerate(angles) if np.ndim(each))
-        size = len(angles[min(batched)]) if batched else None
+        sizes = sorted({len(angles[number]) for number in batched})
+        if len(sizes) > 1:
+            raise UsageError(f"a circuit with batches of {' and '.join(map(str, sizes))} samples: expected one size")
+        size = sizes[0] if sizes else None
         if size == 0:
             raise UsageError("a circuit with a batch of 0 samples: expected 1 or more")
         samples = [
