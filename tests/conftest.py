@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ settings.register_profile(
     "same everywhere", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("same everywhere")
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it is ignored under nohup, which what is started here would inherit
 gc.disable()  # half a million objects are imported, which the collector would go through over and over
 
 

@@ -182,13 +182,14 @@ def _removed_at_the_end(folder: str) -> Iterator[None]:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGINT, SIGTERM, SIGHUP and SIGQUIT raise Interrupted once; a second signal ends the launcher at once. What
-    `nohup`, or a shell in the background, has had ignored stays so."""
+    """SIGINT, SIGTERM, SIGHUP and SIGQUIT raise Interrupted once; a second signal ends the launcher at once. Under
+    `nohup` SIGHUP stays ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    ignored = [each for each in (signal.SIGHUP, signal.SIGQUIT) if signal.getsignal(each) == signal.SIG_IGN]
-    signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}.difference(ignored)
+    signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signals.remove(signal.SIGHUP)
     before = {signum: signal.getsignal(signum) for signum in signals}
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
