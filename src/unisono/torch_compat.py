@@ -97,8 +97,8 @@ not_compiled = torch._disable_dynamo  # a decorator: torch.compile calls such a 
 
 def may_be_compiled() -> bool:
     """Whether torch.compile has been used in this process."""
-    frames = sys.modules.get("torch._dynamo.eval_frame")
-    return frames is not None and bool(frames.cached_backends)
+    frames = sys.modules.get("torch._dynamo.eval_frame")  # None is the backend of what torch.compile is kept away from
+    return frames is not None and any(backend is not None for backend in frames.cached_backends.values())
 
 
 def without_wrapper(op: Any) -> Callable[..., Any]:

@@ -1,47 +1,85 @@
-// Pauli words on a GPU: out[i] = sum over groups of scale(i) * state[i ^ flip], where scale(i) is the sum over the group's
-// words of factor * (-1)^popcount(i & sign). Each thread has its own amplitudes and its own sum.
+// Pauli strings on a GPU: out[i] = sum over groups of scale(i) * state[i ^ flip], where scale(i) is the sum over the group's
+// strings of factor * (-1)^popcount(i & sign).
+//
+// A thread has EACH amplitudes, whose indices differ in the bits from THREAD_BITS on. The strings of a group are sorted by
+// their signs on these bits. With c[m] the sum, where these bits are zero, over strings whose signs there are m, the scales
+// of the thread's amplitudes are the Walsh-Hadamard transform of c: a string is looked at once for all of them.
 
-struct Words {
+#define EACH (1 << TOGETHER)
+#define CHUNK (EACH * THREADS)
+
+struct Strings {
     const long long *flips, *signs;
-    const int *starts;  // of each group's words, and the end
+    const int *starts;  // of the strings of each group and m, and the end
     const amplitude *factors;
 };
 
-__device__ amplitude scale_of(const Words &words, int group, long long i) {
-    amplitude scale = {0, 0};
-    for (int word = words.starts[group]; word < words.starts[group + 1]; ++word) {
-        bool minus = __popcll(i & words.signs[word]) & 1;
-        scale.x += minus ? -words.factors[word].x : words.factors[word].x;
-        scale.y += minus ? -words.factors[word].y : words.factors[word].y;
+// The scales of amplitudes i + j * THREADS.
+__device__ __forceinline__ void scales_of(const Strings &strings, int group, long long i, amplitude (&scale)[EACH]) {
+    const int *starts = strings.starts + group * EACH;
+#pragma unroll
+    for (int m = 0; m < EACH; ++m) {
+        scale[m] = {0, 0};
+        for (int string = starts[m]; string < starts[m + 1]; ++string) {
+            bool minus = __popcll(i & strings.signs[string]) & 1;
+            amplitude factor = strings.factors[string];
+            scale[m].x += minus ? -factor.x : factor.x;
+            scale[m].y += minus ? -factor.y : factor.y;
+        }
     }
-    return scale;
+#pragma unroll
+    for (int bit = 0; bit < TOGETHER; ++bit) {
+#pragma unroll
+        for (int j = 0; j < EACH; ++j) {
+            if (j >> bit & 1) continue;
+            amplitude low = scale[j], high = scale[j | 1 << bit];
+            scale[j] = {low.x + high.x, low.y + high.y};
+            scale[j | 1 << bit] = {low.x - high.x, low.y - high.y};
+        }
+    }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) apply_words(
+extern "C" __global__ void __launch_bounds__(THREADS) apply_strings(
     const amplitude *state, amplitude *out, const long long *flips, const long long *signs, const int *starts,
     const amplitude *factors, int groups, int bits) {
-    Words words = {flips, signs, starts, factors};
-    for (long long i = (long long)blockIdx.x * THREADS + threadIdx.x; i < 1LL << bits; i += (long long)gridDim.x * THREADS) {
-        amplitude sum = {0, 0};
+    Strings strings = {flips, signs, starts, factors};
+    long long all = 1LL << bits;
+    for (long long i = (long long)blockIdx.x * CHUNK + threadIdx.x; i < all; i += (long long)gridDim.x * CHUNK) {
+        amplitude sum[EACH], scale[EACH];
+#pragma unroll
+        for (int j = 0; j < EACH; ++j) sum[j] = {0, 0};
         for (int group = 0; group < groups; ++group) {
-            amplitude scale = scale_of(words, group, i), from = state[i ^ flips[group]];
-            sum.x += scale.x * from.x - scale.y * from.y;
-            sum.y += scale.x * from.y + scale.y * from.x;
+            scales_of(strings, group, i, scale);
+#pragma unroll
+            for (int j = 0; j < EACH; ++j) {
+                if (i + j * THREADS >= all) continue;
+                amplitude from = state[(i + j * THREADS) ^ flips[group]];
+                sum[j].x += scale[j].x * from.x - scale[j].y * from.y;
+                sum[j].y += scale[j].x * from.y + scale[j].y * from.x;
+            }
         }
-        out[i] = sum;
+#pragma unroll
+        for (int j = 0; j < EACH; ++j)
+            if (i + j * THREADS < all) out[i + j * THREADS] = sum[j];
     }
 }
 
 // The thread's part of <state|group|state>.
-extern "C" __global__ void __launch_bounds__(THREADS) word_values(
+extern "C" __global__ void __launch_bounds__(THREADS) string_values(
     const amplitude *state, double *sums, const long long *flips, const long long *signs, const int *starts,
     const amplitude *factors, int group, int bits) {
-    Words words = {flips, signs, starts, factors};
-    long long first = (long long)blockIdx.x * THREADS + threadIdx.x;
+    Strings strings = {flips, signs, starts, factors};
+    long long all = 1LL << bits;
     double sum = 0;
-    for (long long i = first; i < 1LL << bits; i += (long long)gridDim.x * THREADS) {
-        amplitude scale = scale_of(words, group, i), from = state[i ^ flips[group]], to = state[i];
-        sum += (double)to.x * (scale.x * from.x - scale.y * from.y) + (double)to.y * (scale.x * from.y + scale.y * from.x);
+    for (long long i = (long long)blockIdx.x * CHUNK + threadIdx.x; i < all; i += (long long)gridDim.x * CHUNK) {
+        amplitude scale[EACH];
+        scales_of(strings, group, i, scale);
+#pragma unroll
+        for (int j = 0; j < EACH; ++j) {
+            if (i + j * THREADS >= all) continue;
+            amplitude to = state[i + j * THREADS], from = state[(i + j * THREADS) ^ flips[group]];
+            sum += (double)to.x * (scale[j].x * from.x - scale[j].y * from.y) + (double)to.y * (scale[j].x * from.y + scale[j].y * from.x);
+        }
     }
-    sums[first] = sum;
+    sums[(long long)blockIdx.x * THREADS + threadIdx.x] = sum;
 }

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from unisono.quantum.distributed.memory import zeros_like
-from unisono.quantum.kernels.gpu import THREADS, kernel_of, real_of
+from unisono.quantum.kernels.gpu import THREADS, TOGETHER, kernel_of, real_of
 from unisono.quantum.observables.observable import PauliString, PauliSum
 
 _BLOCKS = 8  # of a multiprocessor
@@ -53,16 +53,19 @@ class GpuPauliStrings:
 
     def _call(self, groups: list[Any], local: torch.Tensor, made: torch.Tensor | None) -> NDArray[np.float64]:
         device, real = local.device, real_of(local.dtype)
-        flat = [term for _, terms in groups for term in terms]
+        each = 1 << TOGETHER[local.dtype]  # amplitudes of a thread
+        kinds = [sorted(terms, key=lambda term: _signs_in_thread(term, each)) for _, terms in groups]
+        flat = [term for terms in kinds for term in terms]
+        counts = [np.bincount([_signs_in_thread(term, each) for term in terms], minlength=each) for terms in kinds]
         factors = np.array([(factor.real, factor.imag) for _, factor in flat]).reshape(-1)
         program = [
             _sent([flip for flip, _ in groups], torch.int64, device),
             _sent([sign for sign, _ in flat], torch.int64, device),
-            _sent(np.cumsum([0, *(len(terms) for _, terms in groups)]), torch.int32, device),
+            _sent(np.cumsum([0, *np.concatenate(counts)]), torch.int32, device),
             _sent(factors, real, device),
         ]
         count = _BLOCKS * torch.cuda.get_device_properties(device).multi_processor_count
-        blocks = max(1, min(count, len(local) // THREADS))
+        blocks = max(1, min(count, len(local) // (each * THREADS)))
 
         def launch(name: str, out: torch.Tensor, number: int) -> None:
             with torch.cuda.device(device):
@@ -71,14 +74,19 @@ class GpuPauliStrings:
                 kernel(grid=(blocks, 1, 1), block=(THREADS, 1, 1), args=args)
 
         if made is not None:
-            launch("apply_words", made, len(groups))
+            launch("apply_strings", made, len(groups))
             return np.zeros(0)
         values = torch.zeros(len(groups), dtype=torch.float64, device=device)
         sums = torch.zeros(blocks * THREADS, dtype=torch.float64, device=device)
         for group in range(len(groups)):
-            launch("word_values", sums, group)
+            launch("string_values", sums, group)
             values[group] = sums.sum()
         return values.cpu().numpy()
+
+
+def _signs_in_thread(term: tuple[int, complex], each: int) -> int:
+    """The signs of a string on the bits in which a thread's amplitudes differ."""
+    return term[0] // THREADS % each
 
 
 def _sent(numbers: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
