@@ -564,20 +564,14 @@ __device__ __forceinline__ void phase_gradients(
     const Back &back) {
     real sums[TOGETHER + 1], found[4] = {0, 0, 0, 0};
     int which[4] = {0, 0, 0, 0}, waiting = 0;
-    real weights[EACH];
 #pragma unroll
-    for (int j = 0; j < EACH; ++j) weights[j] = weight_of(x[j], y[j]);
+    for (int bit = 0; bit <= TOGETHER; ++bit) sums[bit] = 0;
 #pragma unroll
-    for (int bit = 0; bit < TOGETHER; ++bit) {  // pairs that differ in this bit become one
-        sums[bit] = 0;
+    for (int j = 0; j < EACH; ++j) {
+        real weight = weight_of(x[j], y[j]);
 #pragma unroll
-        for (int j = 0; j < EACH >> (bit + 1); ++j) {
-            real low = weights[2 * j], high = weights[2 * j + 1];
-            sums[bit] += low - high;
-            weights[j] = low + high;
-        }
+        for (int bit = 0; bit <= TOGETHER; ++bit) sums[bit] += j >> bit & 1 ? -weight : weight;
     }
-    sums[TOGETHER] = weights[0];
     for (int k = 1; k <= count; ++k) {
         const int *op = ops + k * OP_FIELDS;
         if (op[SLOT] < 0 || shifts[k] < 0) continue;
@@ -637,10 +631,7 @@ __device__ __forceinline__ void turns_back(
             for (int j = 0; j < EACH; ++j) {
                 if (j >> bit & 1) continue;
                 const int k = j | 1 << bit;
-                found[bit] += y[k].x * x[j].x;  // one by one: each is a fused multiply-add
-                found[bit] += y[k].y * x[j].y;
-                found[bit] -= y[j].x * x[k].x;
-                found[bit] -= y[j].y * x[k].y;
+                found[bit] += y[k].x * x[j].x + y[k].y * x[j].y - y[j].x * x[k].x - y[j].y * x[k].y;
             }
             if (swapped >> bit & 1) found[bit] = -found[bit];
         }
