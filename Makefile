@@ -61,6 +61,7 @@ docs: setup
 # The tests with another torch, in an environment of its own: make test-torch VERSION=2.12.0 [TORCH_INDEX=URL] [TESTS=tests/comm].
 # The index is PyTorch's for CPU builds (pytorch.org names it). Without it, pip takes torch where it takes everything else.
 OTHER = .venv-torch-$(VERSION)
+test-torch: PYTEST = $(OTHER)/bin/python -m pytest
 test-torch:
 	@test -n "$(VERSION)" || { echo "which torch? make test-torch VERSION=2.12.0 TORCH_INDEX=URL" >&2; exit 2; }
 	@test -n "$(TORCH_INDEX)" || echo "no TORCH_INDEX=URL: torch from pip's default index may be a CUDA build, with GBs of its libraries" >&2
@@ -68,7 +69,7 @@ test-torch:
 	grep -Ev '^(torch|setuptools)==' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/python -m pip install --quiet --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(VERSION)
 	$(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt torch==$(VERSION) --editable ".[mpi,quantum,plan,report,dev]"
-	$(OTHER)/bin/python -m pytest -n $(WORKERS) $(TESTS)
+	$(PYTEST) -n $(WORKERS) $(TESTS) || $(call again,$(TESTS))
 
 # For PyPI, in build/dist; the wheel needs no compiler.
 wheel: setup
