@@ -27,7 +27,7 @@ from tests.parallel.models import llama
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.parallel.compile import eager_op
+from unisono.parallel.compile import eager_op, regions
 from unisono.verify.verify import verify_here
 
 BACKEND = "UNISONO_COMPILE_BACKEND"
@@ -219,6 +219,72 @@ def test_a_block_that_cannot_be_compiled_runs_eagerly_with_one_warning(kind: str
         assert len(trainer.compilation.failures) == 3
         assert len(shown) == 1
         assert kind == "value" or "normal_" in shown[0]
+
+
+class _Choosing(nn.Module):
+    """Looks at values, as experts do to learn which samples are theirs: no graph can have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = (x.detach()[:, 0] > 0).tolist()
+        return torch.stack([self.layers[int(each)](sample) for each, sample in zip(chosen, x, strict=True)])
+
+
+class _BlockWithAChoice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.choose = nn.LayerNorm(8), _Choosing()
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.choose(self.norm(x))
+        return x + self.mlp(x)
+
+
+def _trained_with_choices(comm: Communicator, plan: str) -> tuple[list[float], int, str, list[str]]:
+    """The losses, how many calls of the last step ran compiled, what is reported, and the warnings."""
+    os.environ[BACKEND] = "aot_eager"
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_BlockWithAChoice() for _ in range(3)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = uni.parallelize(model, plan, loss=F.mse_loss, optimizer=_adam, check="off", dtype=torch.float64)
+        x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        losses = [trainer.step((x, x)).item() for _ in range(3)]
+        calls = 0
+        own = regions.Runners.__call__
+
+        def counting(self: regions.Runners, modes: Any) -> Callable[..., Any]:
+            nonlocal calls
+            calls += 1
+            return own(self, modes)
+
+        regions.Runners.__call__ = counting  # type: ignore[method-assign]
+        try:
+            losses.append(trainer.step((x, x)).item())
+        finally:
+            regions.Runners.__call__ = own  # type: ignore[method-assign]
+    shown = [str(each.message) for each in caught if "compiled" in str(each.message)]
+    return losses, calls, str(trainer.compilation or ""), shown
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "dp=2,zero=3,recompute=full"])
+def test_a_block_that_cannot_be_one_graph_is_compiled_by_its_modules(
+    pools: Callable[[str, int], RankPool], plan: str
+) -> None:
+    """Under ZeRO 3, too, which watches what a first step looks at: from the second on, it knows."""
+    pool = pools("gloo", 2)
+    expected = [losses for losses, *_ in pool.run(_trained_with_choices, plan)]
+    for losses, calls, report, shown in pool.run(_trained_with_choices, f"{plan},compile"):
+        assert losses == pytest.approx(expected[0], rel=1e-12)
+        assert calls >= 3 * 2 + 1, report  # of each block the norm and the mlp; the loss
+        assert report.startswith("compiled 6 of 9 regions"), report
+        assert "0.choose runs eagerly" in report
+        assert len(shown) == 1
+        assert "0 cannot be compiled as one graph, and its modules are compiled one by one" in shown[0]
 
 
 def test_graphs_of_eager_calls_are_freed_with_their_forward() -> None:

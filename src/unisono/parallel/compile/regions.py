@@ -8,7 +8,8 @@ recomputation, and the hooks of users.
 A region runs eagerly
 - in trial runs, and in a first step in which values and random numbers are checked;
 - where a mode of torch watches its operations, or its tensors have no values;
-- from then on, if it cannot be compiled: one warning has the reason.
+- from then on, if it cannot be compiled: one warning has the reason. Of a block with experts, or with another module
+  that no graph can have, the modules that it calls become regions in its place.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ class Compilation:
     seconds: float = 0.0  # that compiling took
     graphs: int = 0
     failures: dict[str, str] = field(default_factory=dict)  # of regions that run eagerly: why
+    split: dict[str, str] = field(default_factory=dict)  # of regions whose modules are regions instead: why
     regions: list[CompiledRegion] = field(default_factory=list)
+    runners: dict[type, Runners] = field(default_factory=dict)  # of modules of a class
     has_begun: bool = False  # whether the graph of what runs has been found, or compiled
     modes: Sequence[TorchFunctionMode] = ()  # that are on around the region that runs, and in its graph
 
@@ -111,11 +114,33 @@ class Compilation:
 
         return run
 
+    def add(self, module: nn.Module, name: str, *, is_part: bool = False) -> None:
+        """Compile a module when it runs."""
+        of_class = self.runners.setdefault(type(module), Runners(self.compile))
+        region = CompiledRegion(module, name, self, of_class, is_part=is_part)
+        module.forward = wraps(module.forward)(partial(region))
+        setattr(module, _REGION, True)
+        self.regions.append(region)
+
     def note_failure(self, name: str, error: Exception) -> None:
         """What cannot be compiled runs eagerly from now on; one warning has the first reason."""
         self.failures[name] = failure_of(error)
-        if len(self.failures) == 1:
+        if len(self.failures) == 1 and not self.split:
             warnings.warn(f"{name} cannot be compiled and runs eagerly: {self.failures[name]}", stacklevel=3)
+
+    def split_up(self, region: CompiledRegion, parts: dict[str, nn.Module], error: Exception) -> None:
+        """Compile the modules of a region that cannot be one graph; one warning has the first reason."""
+        self.split[region.name] = failure_of(error)
+        self.regions.remove(region)
+        setattr(region.module, _REGION, False)
+        for path, part in parts.items():
+            self.add(part, region.name_of(path), is_part=True)
+        if len(self.split) == 1 and not self.failures:
+            warnings.warn(
+                f"{region.name} cannot be compiled as one graph, and its modules are compiled one by one: "
+                f"{self.split[region.name]}",
+                stacklevel=3,
+            )
 
     def _site(self, region: CompiledRegion, modules: dict[str, nn.Module], node: fx.Node) -> str:
         """The innermost named module that makes a call, as an attribute of the region's module."""
@@ -133,6 +158,8 @@ class Compilation:
         text += format_seconds(self.seconds, "s", 0)
         for name, reason in list(self.failures.items())[:1]:
             text += f"; {name} runs eagerly: {reason}"
+        for name, reason in list(self.split.items())[: not self.failures]:
+            text += f"; {name} is compiled by its modules: {reason}"
         return text
 
 
@@ -153,8 +180,11 @@ def _run_from(site: str, location: Location) -> Callable[[Callable[[], Any]], An
 class CompiledRegion:
     """The forward of a module, compiled where that is possible."""
 
-    def __init__(self, module: nn.Module, name: str, compilation: Compilation, runners: Runners) -> None:
-        self.module, self.name = module, name
+    def __init__(
+        self, module: nn.Module, name: str, compilation: Compilation, runners: Runners, *, is_part: bool = False
+    ) -> None:
+        """is_part: whether it is a module of a region that could not be compiled."""
+        self.module, self.name, self._is_part = module, name, is_part
         self._own_forward = vars(module).get("forward")  # of this module alone, where it is not its class's
         self._compilation, self._runners = compilation, runners
 
@@ -169,7 +199,8 @@ class CompiledRegion:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         modes = modes_in_graph()
-        if modes is None or self.name in self._compilation.failures or not can_be_compiled((args, kwargs)):
+        known = self._compilation.failures, self._compilation.split
+        if modes is None or any(self.name in names for names in known) or not can_be_compiled((args, kwargs)):
             return self._forward(*args, **kwargs)
         _running.append(self)
         try:
@@ -179,10 +210,17 @@ class CompiledRegion:
         except Exception as error:
             if self._compilation.has_begun:
                 raise  # of the region itself, not of its compilation
-            self._compilation.note_failure(self.name, error)
+            self._leave_to_parts(error)
         finally:
             _running.pop()
         return self._forward(*args, **kwargs)
+
+    def _leave_to_parts(self, error: Exception) -> None:
+        parts = {} if self._is_part or type(error).__name__ in _RECOMPILED else parts_of(self.module)
+        if parts:
+            self._compilation.split_up(self, parts, error)
+        else:
+            self._compilation.note_failure(self.name, error)
 
 
 def modules_in_regions(model: nn.Module) -> set[nn.Module]:
@@ -247,14 +285,8 @@ def compile_regions(model: nn.Module, random: RandomState, budget: float = 1.0) 
     keep_order_of_graphs()
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     compilation = Compilation(random, backend_for(device), budget)
-    runners: dict[type, Runners] = {}
     for module in regions_of(model):
-        name = random.name_of(module)
-        of_class = runners.setdefault(type(module), Runners(compilation.compile))
-        region = CompiledRegion(module, name or "", compilation, of_class)
-        module.forward = wraps(module.forward)(partial(region))
-        setattr(module, _REGION, True)
-        compilation.regions.append(region)
+        compilation.add(module, random.name_of(module) or "")
     return compilation
 
 
@@ -298,6 +330,17 @@ def regions_of(model: nn.Module) -> list[nn.Module]:
         rest.append(module)
         taken.update(module.modules())
     return [*blocks, *rest]
+
+
+def parts_of(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules that a region calls and that are worth a graph of their own, by their names in it."""
+    found: dict[str, nn.Module] = {}
+    for path, child in module.named_children():
+        if is_container(child):
+            found |= {f"{path}.{name}": each for name, each in parts_of(child).items()}
+        elif not isinstance(child, _PLAIN) and any(True for _ in child.parameters()) and not hasattr(child, _REGION):
+            found[path] = child
+    return found
 
 
 def runner() -> Callable[..., Any]:

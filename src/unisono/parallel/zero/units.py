@@ -412,20 +412,20 @@ class UnitOrder:
         self.are_announced = comm is not None and comm.size > 1
         self.is_backward = False
         self._comm = comm
-        self._differed = False
+        self._may_differ = False  # ranks have needed other units, or one has looked at values: known to all of them
         self._values = _ValueReads()
         self._watching: contextlib.ExitStack | None = None
 
     def first(self, mine: int) -> int:
         """The first unit that some rank needs."""
         wanted = self._of_all_ranks(mine)
-        self._differed |= len(set(wanted)) > 1
+        self._may_differ |= len(set(wanted)) > 1
         return min(wanted)
 
     def settle(self) -> None:
         """End the announcements if no rank has a reason for them; all ranks end them together."""
-        if self.are_announced and not self._differed:
-            self.are_announced = any(self._of_all_ranks(int(self._values.were_seen)))
+        if self.are_announced and not self._may_differ:
+            self.are_announced = self._may_differ = any(self._of_all_ranks(int(self._values.were_seen)))
 
     def _of_all_ranks(self, number: int) -> list[int]:
         assert self._comm is not None
@@ -437,7 +437,7 @@ class UnitOrder:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """In the block a forward runs; values that it looks at are noticed while units are announced."""
+        """In the block a forward runs; values that it looks at are noticed until it is known that ranks may differ."""
         self.start_watching()
         try:
             yield
@@ -445,7 +445,7 @@ class UnitOrder:
             self.stop_watching()
 
     def start_watching(self) -> None:
-        if self.are_announced and self._watching is None:
+        if self.are_announced and not self._may_differ and self._watching is None:
             self._watching = contextlib.ExitStack()
             self._watching.enter_context(self._values)
 
