@@ -11,6 +11,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -509,7 +510,7 @@ class Trainer:
         """Whether a part without samples may run on a spare one, of which nothing is used: not where samples have an
         effect on each other. Every rank calls it."""
         are_apart = self.context is None and self.plan.ep == 1 and not isinstance(self.loss, GatheredLoss)
-        are_apart = are_apart and not has_batchnorm(self.model) and not has_moe(self.model)
+        are_apart = are_apart and not has_batchnorm(self.model) and not self._has_moe
         return are_apart if self.pipeline is None else all(self.mesh.comm("pp").all_gather_object(are_apart))
 
     def _is_spare(self, part: Share) -> bool:
@@ -682,6 +683,10 @@ class Trainer:
         have = [dim is not None and x.shape[dim] == batch_size for x, dim in zip(leaves, dims, strict=True)]
         return [SampleDim(x.ndim, d) if has else None for x, d, has in zip(leaves, dims, have, strict=True)]
 
+    @cached_property
+    def _has_moe(self) -> bool:
+        return has_moe(self.model)
+
     def _partial_loss(self, outputs: Any, number: int) -> torch.Tensor:
         """This microbatch's part of the loss. The first one counts what all of them will count."""
         part = self._microbatches[number]
@@ -708,7 +713,7 @@ class Trainer:
             self._show(outputs, self._targets(part))
         if self.on_loss is not None:
             self.on_loss(number, tree_map(full_of_shard, outputs), self._targets(part), partial.detach())
-        aux = collect_aux(self.model)
+        aux = collect_aux(self.model) if self._has_moe else None
         return partial if aux is None else partial + aux
 
     @torch.no_grad()

@@ -270,8 +270,21 @@ def can_be_compiled(arguments: Any) -> bool:
     """Whether what runs now may be compiled: no dispatch mode watches it, and tensors have values."""
     if _eager_depth or dispatch_mode() is not None or torch.compiler.is_compiling():
         return False
-    tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
-    return all(type(each) in (torch.Tensor, nn.Parameter) and not each.is_meta for each in tensors)
+    return all(type(each) in (torch.Tensor, nn.Parameter) and not each.is_meta for each in _tensors_in(arguments))
+
+
+def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Those of usual containers without torch's registry of containers, which takes as long as Dynamo's guards."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif type(tree) in (tuple, list):
+        for each in tree:
+            yield from _tensors_in(each)
+    elif type(tree) is dict:
+        for each in tree.values():
+            yield from _tensors_in(each)
+    elif tree is not None and not isinstance(tree, bool | int | float | str):
+        yield from (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
 def compile_regions(model: nn.Module, random: RandomState, budget: float = 1.0) -> Compilation:
