@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
+import errno
 import signal
 import sys
 from collections.abc import Sequence
@@ -17,11 +17,14 @@ from unisono.errors import UnisonoError, UsageError, did_you_mean
 from unisono.explain import command as explain_command
 from unisono.launch import command as run_command
 from unisono.launch import completion
+from unisono.launch.console import discard
 from unisono.plan.plan import Plan
 from unisono.planner import command as plan_command
 from unisono.quantum import command as qsim_command
 from unisono.report import command as report_command
 from unisono.verify import command as verify_command
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a quota, a limit of file sizes
 
 
 class Parser(argparse.ArgumentParser):
@@ -39,7 +42,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """A misspelt option that is required is reported as missing."""
-        super().error(message + self._suggestion(self._given) if "required" in message else message)
+        if "required" in message:
+            message += self._subcommands() + self._suggestion(self._given)
+        super().error(message)
+
+    def _subcommands(self) -> str:
+        """What there is to choose from, where a sub-command is missing."""
+        names = [each.choices for each in self._actions if isinstance(each, argparse._SubParsersAction)]
+        return f"; one of {', '.join(names[0])}, each with --help" if names and names[0] else ""
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:
@@ -112,8 +122,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # whoever reads, such as head, has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard(sys.stdout)
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        discard(sys.stdout)
+        where = error.filename or "the output"
+        print(f"unisono: {where} cannot be written: {error.strerror}; make room, or write elsewhere", file=sys.stderr)
+        return 1
     except UsageError as error:
         print(f"unisono: {error}", file=sys.stderr)
         return 2

@@ -20,7 +20,7 @@ from qiskit.circuit import Gate, Parameter, ParameterVector  # noqa: E402
 from qiskit.circuit import library as ql  # noqa: E402
 from qiskit.circuit.random import random_circuit  # noqa: E402
 from qiskit.primitives import BackendSamplerV2, StatevectorEstimator, StatevectorSampler  # noqa: E402
-from qiskit.quantum_info import Operator, SparsePauliOp, Statevector  # noqa: E402
+from qiskit.quantum_info import DensityMatrix, Kraus, Operator, SparsePauliOp, Statevector, SuperOp  # noqa: E402
 
 from unisono.integrations.qiskit import UnisonoBackend, UnisonoEstimator, UnisonoSampler  # noqa: E402
 
@@ -250,6 +250,56 @@ def test_ranks_share_states(pools: Pools) -> None:
         assert answer["one"] == alone["one"]
 
 
+# ---- channels -------------------------------------------------------------------------------------------------------
+
+
+def channel(qubits: int, seed: int) -> Kraus:
+    size = 2**qubits
+    drawn = np.random.default_rng(seed).normal(size=(2, 3 * size, size))
+    columns, _ = np.linalg.qr(drawn[0] + 1j * drawn[1])
+    return Kraus(list(columns.reshape(3, size, size)))
+
+
+def noisy() -> Any:
+    circuit = QuantumCircuit(3)
+    circuit.h(0)
+    circuit.cx(0, 1)
+    circuit.ry(0.4, 2)
+    circuit.append(channel(1, seed=0).to_instruction(), [1])
+    circuit.append(channel(2, seed=1).to_instruction(), [2, 0])
+    circuit.append(SuperOp(channel(1, seed=2)).to_instruction(), [0])
+    circuit.rx(0.3, 1)
+    return circuit
+
+
+def test_channels_are_those_of_qiskit() -> None:
+    expected = DensityMatrix(noisy()).reverse_qargs().data
+    found = uq.DensityState(3).run(uq.from_qiskit(noisy())).matrix().numpy()
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+def noisy_counts(comm: Any) -> dict[str, int]:
+    measured = noisy()
+    measured.measure_all()
+    return UnisonoSampler(seed=4).run([measured], shots=2000).result()[0].data.meas.get_counts()
+
+
+def test_shots_of_noisy_circuits_draw_their_channels(pools: Pools) -> None:
+    counts = noisy_counts(None)
+    probabilities = DensityMatrix(noisy()).probabilities_dict()
+    for bits, probability in probabilities.items():
+        assert abs(counts.get(bits, 0) - 2000 * probability) < 5 * np.sqrt(2000 * probability), bits
+    assert pools("gloo", 2).run(noisy_counts) == [counts, counts]
+
+
+def test_a_time_evolution_is_its_synthesis() -> None:
+    """As transpiled circuits have it; Statevector takes the exponential of the sum instead."""
+    circuit = QuantumCircuit(2)
+    circuit.append(ql.PauliEvolutionGate(SparsePauliOp(["XX", "ZI"]), 0.3), [0, 1])
+    found = uq.simulate(uq.from_qiskit(circuit)).amplitudes().numpy()
+    np.testing.assert_allclose(found, Statevector(circuit.decompose(reps=3)).reverse_qargs().data, atol=1e-12)
+
+
 # ---- backend --------------------------------------------------------------------------------------------------------
 
 
@@ -302,6 +352,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: uq.from_qiskit(while_loop()), "while_loop"),
     (lambda: uq.from_qiskit(asks_what_it_writes()), "measures into the bits that it asks for"),
     (lambda: UnisonoEstimator().run([(one_qubit(), "Z")]), "expected a unitary circuit"),
+    (lambda: UnisonoEstimator().run([(noisy(), "ZZZ")]), "or has channels: expected a unitary circuit"),
     (lambda: UnisonoBackend().run(parametric()), "with the parameters a: assign_parameters first"),
     (lambda: UnisonoBackend().run("circuit"), "expected a qiskit.QuantumCircuit"),
     (lambda: UnisonoBackend().run(3), r"run of 3 \(int\): expected a qiskit.QuantumCircuit"),

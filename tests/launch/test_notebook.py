@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from IPython.core.error import UsageError as MagicUsageError
+from IPython.core.interactiveshell import InteractiveShell
 
 from unisono.errors import LaunchError, UsageError
-from unisono.launch.notebook import is_notebook, run_cell
+from unisono.launch.notebook import is_notebook, load_ipython_extension, run_cell
+from unisono.launch.spawn import spawn
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -74,7 +77,30 @@ def test_a_cell_without_a_kernel() -> None:
         run_cell("-n 1", "a = 1\n1 / 0", {})
 
 
-@pytest.mark.parametrize("line", ["", "-n two", "-n 2 --frontend x"])
+def test_a_value_that_cannot_be_sent_comes_back_as_its_text() -> None:
+    (shown,) = run_cell("-n 1", "lambda: 3", {}) or []
+    assert repr(shown).startswith("<function <lambda> at ")
+    with pytest.raises(LaunchError, match=r"the result is a function that cannot be pickled .* return plain data"):
+        spawn(returns_a_function, 1)
+
+
+def returns_a_function() -> object:
+    return lambda: 3
+
+
+def test_the_kernel_shows_what_is_wrong_without_a_traceback() -> None:
+    shell = InteractiveShell()
+    load_ipython_extension(shell)
+    with pytest.raises(
+        MagicUsageError, match=r"^%%unisono: .*'two' is no number of ranks; expected %%unisono -n RANKS"
+    ):
+        shell.run_cell_magic("unisono", "-n two", "1")
+    with pytest.raises(SyntaxError) as wrong:
+        shell.run_cell_magic("unisono", "-n 2", "x = 1\ndef f(:")
+    assert (wrong.value.filename, wrong.value.lineno) == ("<unisono cell>", 2)
+
+
+@pytest.mark.parametrize("line", ["", "-n two", "-n 0", "-n 2 --frontend x"])
 def test_refused_lines(line: str) -> None:
     with pytest.raises(UsageError, match=r"%%unisono: .* expected %%unisono -n RANKS"):
         run_cell(line, "1", {})

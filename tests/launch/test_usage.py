@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -87,7 +88,7 @@ def test_an_unknown_option_and_a_bad_backend(capsys: pytest.CaptureFixture[str])
         ("run -n two ok.py", "argument -n/-np: 'two': expected a whole number"),
         ("run -n 2 --timeout soon ok.py", "argument --timeout: 'soon': expected a number"),
         ("qsim circuit.qasm --shots many", "argument --shots: 'many': expected a whole number"),
-        ("bench", "the following arguments are required: comm|hardware"),
+        ("bench", "the following arguments are required: comm|hardware; one of comm, hardware, each with --help"),
     ],
 )
 def test_what_is_no_number_or_missing(words: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,7 +101,6 @@ def test_what_is_no_number_or_missing(words: str, reason: str, capsys: pytest.Ca
 @pytest.mark.parametrize("words", ["--help", "run --help", "completion bash"])
 def test_a_reader_that_has_gone_is_no_error(words: str) -> None:
     import os
-    import subprocess
 
     reader, writer = os.pipe()
     os.close(reader)
@@ -111,10 +111,54 @@ def test_a_reader_that_has_gone_is_no_error(words: str) -> None:
     assert done.returncode in (0, 141)
 
 
+SAYS_AND_WORKS = """
+import os, pathlib
+for line in range(3000):
+    print("line", line)
+pathlib.Path(f"done{os.environ['RANK']}").touch()
+"""
+
+
+@pytest.mark.parametrize("target", ["stdout", "both"])
+def test_a_job_outlives_a_full_disk_for_its_output(target: str, tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(SAYS_AND_WORKS)
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "unisono", "run", "-n", "2", "work.py"],
+            cwd=tmp_path,
+            stdout=full,
+            stderr=full if target == "both" else subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    assert done.returncode == 0
+    assert {each.name for each in tmp_path.glob("done*")} == {"done0", "done1"}
+    if target == "stdout":
+        assert done.stderr == (
+            "the output of ranks cannot be written: No space left on device; the job continues, and lines are lost "
+            "until there is room\n"
+        )
+
+
+def test_an_answer_that_cannot_be_written_is_a_sentence() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "unisono", "completion", "bash"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    expected = "unisono: the output cannot be written: No space left on device; make room, or write elsewhere\n"
+    assert (done.returncode, done.stderr) == (1, expected)
+
+
+@pytest.mark.parametrize(("words", "names"), [("", "run, bench, doctor, verify, plan"), ("bench", "comm, hardware")])
+def test_a_missing_subcommand_is_answered_by_those_there_are(
+    words: str, names: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(words.split())
+    assert f"; one of {names}" in capsys.readouterr().err
+
+
 def test_version_and_a_light_import(tmp_path: Path) -> None:
     assert Run(["--version"], tmp_path, anew=True).finish().stdout == f"unisono {unisono.__version__}\n"
-    import subprocess
-
     code = "import sys, unisono, unisono.cli; print({'torch', 'mpi4py', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -17,7 +17,7 @@ from typing import Any
 
 from unisono.errors import LaunchError, UsageError
 from unisono.launch import environment, foreign_options, hosts, launcher, scheduler
-from unisono.launch.console import Console, terminal_variables
+from unisono.launch.console import Console, discard, terminal_variables
 from unisono.launch.hosts import Host, Placement
 from unisono.launch.job import COMMAND, MODULE, SCRIPT, Entrypoint, LaunchJob, default_start_timeout
 from unisono.launch.outcome.monitor import Interrupted, Outcome
@@ -158,6 +158,8 @@ def run(chosen: argparse.Namespace) -> int:
     if outcome.error:
         console.error(outcome.error)
     _print_json(chosen, outcome)
+    for target in console.lost:
+        discard(target)  # the code is that of the job, and not of a flush at exit
     return outcome.code
 
 

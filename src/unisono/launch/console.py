@@ -34,6 +34,7 @@ class Console:
         self._directory = _prepared(directory) if directory else None
         self._files: dict[int, BinaryIO] = {}
         self.is_unread = False  # True after the reader of our output has closed it, as `| head` does
+        self.lost: set[TextIO] = set()  # streams that could not be written, as on a full disk
 
     def write(self, rank: int, stream: str, text: str) -> None:
         """Write a chunk of a rank's output. stream is "out" or "err"."""
@@ -125,20 +126,40 @@ class Console:
         try:
             _write(target, text)
         except BrokenPipeError:
-            self._discard(target)
+            self._stop_writing(target)
+        except OSError as error:
+            self._lose(target, error)
 
     def _flush(self, target: TextIO) -> None:
         try:
             target.flush()
         except BrokenPipeError:
-            self._discard(target)
+            self._stop_writing(target)
+        except OSError as error:
+            self._lose(target, error)
 
-    def _discard(self, target: TextIO) -> None:
-        """The reader of target has closed it: discard what follows."""
+    def _stop_writing(self, target: TextIO) -> None:
+        """The reader of target has closed it."""
         self.is_unread = True
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, target.fileno())
-        os.close(null)
+        discard(target)
+
+    def _lose(self, target: TextIO, error: OSError) -> None:
+        """A job continues without its output, which is written again when that is possible."""
+        if target in self.lost:
+            return
+        self.lost.add(target)
+        if target is sys.stdout:
+            self.message(
+                f"the output of ranks cannot be written: {error.strerror}; the job continues, and lines are lost until "
+                "there is room"
+            )
+
+
+def discard(target: TextIO) -> None:
+    """Write to nowhere from now on, also what is buffered."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, target.fileno())
+    os.close(null)
 
 
 def terminal_variables(ranks: int) -> dict[str, str]:

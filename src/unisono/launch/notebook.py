@@ -10,6 +10,7 @@ import argparse
 import ast
 import linecache
 import os
+import pickle
 import shlex
 import sys
 from typing import Any, NoReturn
@@ -33,8 +34,13 @@ def is_notebook() -> bool:
 def load_ipython_extension(shell: Any) -> None:
     """What `%load_ext unisono` calls."""
 
+    from IPython.core.error import UsageError as MagicUsageError  # which IPython shows without a traceback
+
     def magic(line: str, cell: str) -> list[Any] | None:
-        return run_cell(line, cell, shell.user_ns)
+        try:
+            return run_cell(line, cell, shell.user_ns)
+        except UsageError as error:
+            raise MagicUsageError(str(error)) from None
 
     shell.register_magic_function(magic, "cell", "unisono")
 
@@ -42,21 +48,39 @@ def load_ipython_extension(shell: Any) -> None:
 def run_cell(line: str, cell: str, namespace: dict[str, Any]) -> list[Any] | None:
     """Run a cell on ranks; the values of its last expression by rank, or None if they have none."""
     options = _options(line)
-    tree = ast.parse(cell)
+    name = "<unisono cell>"
+    linecache.cache[name] = (len(cell), None, cell.splitlines(True), name)  # for tracebacks
+    tree = ast.parse(cell, name)
     last = tree.body[-1] if tree.body else None
     if isinstance(last, ast.Expr):
         tree.body.pop()
-    name = "<unisono cell>"
-    linecache.cache[name] = (len(cell), None, cell.splitlines(True), name)  # for tracebacks
     body = compile(tree, name, "exec")
     value = compile(ast.Expression(last.value), name, "eval") if isinstance(last, ast.Expr) else None
 
     def on_rank() -> Any:
         exec(body, namespace)
-        return None if value is None else eval(value, namespace)
+        return None if value is None else _sendable(eval(value, namespace))
 
     values = spawn(on_rank, options.n, options.backend, timeout=options.timeout)
     return None if all(each is None for each in values) else values
+
+
+class _Shown:
+    """A value that cannot be sent to the kernel, by its text."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def _sendable(value: Any) -> Any:
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return _Shown(repr(value))
+    return value
 
 
 class _Parser(argparse.ArgumentParser):
@@ -64,9 +88,15 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"%%unisono: {message}; expected {_USAGE}")
 
 
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks")
+    return int(text)
+
+
 def _options(line: str) -> argparse.Namespace:
     parser = _Parser(prog="%%unisono", add_help=False, allow_abbrev=False)
-    parser.add_argument("-n", type=int, required=True)
+    parser.add_argument("-n", type=_ranks, required=True)
     parser.add_argument("--backend", choices=("gloo", "nccl"))
     parser.add_argument("--timeout", type=float)
     return parser.parse_args(shlex.split(line))

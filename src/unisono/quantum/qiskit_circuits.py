@@ -18,6 +18,7 @@ import numpy as np
 
 from unisono.errors import MissingPackageError, UsageError
 from unisono.quantum.arguments import shown
+from unisono.quantum.circuit.channels import MOST_WIRES, kraus
 from unisono.quantum.circuit.circuit import Circuit
 from unisono.quantum.circuit.gates import Gate, diagonal, gate, unitary
 from unisono.quantum.circuit.operation import Controls, Operation
@@ -137,6 +138,8 @@ class _Reader:
         elif (inside := getattr(operation, "definition", None)) is not None:
             on = dict(zip(inside.qubits, wires, strict=True))
             self.read(inside, on, dict(zip(inside.clbits, into, strict=True)), controls, condition)
+        elif name == "kraus" and not controls:
+            self.add(_channel(operation), wires[::-1], (), (), condition)
         else:
             self.add(_matrix_gate(operation), wires[::-1], controls, (), condition)
 
@@ -246,6 +249,13 @@ def _written(block: Any, bits: Mapping[Any, int]) -> set[int]:
     }
 
 
+def _channel(operation: Any) -> Gate:
+    """A channel of qiskit.quantum_info, whose instruction holds its Kraus operators."""
+    if operation.num_qubits > MOST_WIRES:
+        raise UsageError(f"a channel on {operation.num_qubits} qubits: expected at most {MOST_WIRES}; use several")
+    return kraus(operation.params)
+
+
 def _matrix_gate(operation: Any) -> Gate:
     from qiskit.exceptions import QiskitError
     from qiskit.quantum_info import Operator
@@ -256,6 +266,6 @@ def _matrix_gate(operation: Any) -> Gate:
         except (QiskitError, TypeError, ValueError):
             pass
     raise UsageError(
-        f"instruction {operation.name!r} on {operation.num_qubits} qubits has no definition: expected one, or a matrix "
-        f"on at most {MOST_MATRIX} qubits; transpile the circuit first"
+        f"instruction {operation.name!r} on {operation.num_qubits} qubits has no definition: expected one, a matrix "
+        f"on at most {MOST_MATRIX} qubits, or Kraus operators; transpile the circuit first"
     )

@@ -110,8 +110,9 @@ class UnisonoEstimator(BaseEstimatorV2):
         prepared = self._simulator.prepare(pub.circuit)
         if prepared.program is None or (prepared.circuit.bits and prepared.wire_of_bit):
             raise UsageError(
-                f"estimator of the circuit {pub.circuit.name!r}, which measures or resets: expected a unitary circuit; "
-                "remove_final_measurements() takes final ones away"
+                f"estimator of the circuit {pub.circuit.name!r}, which measures, resets or has channels: expected a "
+                "unitary circuit; remove_final_measurements() takes final measurements away, and uq.DensityState gives "
+                "expectation values under channels"
             )
         shape = pub.parameter_values.shape
         of_values, of_wanted = np.broadcast_arrays(

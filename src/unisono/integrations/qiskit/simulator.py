@@ -11,6 +11,7 @@ import torch
 from unisono.comm.communicator import Communicator
 from unisono.integrations.ranks import compiled, job_communicator, shared_generator
 from unisono.quantum.arguments import require_device, require_dtype
+from unisono.quantum.circuit.channels import Channel
 from unisono.quantum.circuit.circuit import Circuit
 from unisono.quantum.distributed.program import QuantumProgram
 from unisono.quantum.kernels.runner import require_kernel
@@ -24,7 +25,7 @@ from unisono.quantum.state import State
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """`program` makes the state that is measured, and `wire_of_bit` is the wire of each bit; None where something
-    follows a measurement, or a reset or a condition is in the way."""
+    follows a measurement, or a reset, a condition or a channel is in the way."""
 
     simulator: Simulator
     circuit: Circuit
@@ -75,7 +76,8 @@ class Simulator:
     def prepare(self, circuit: Any) -> Prepared:
         made = from_qiskit(circuit)
         plain, wire_of_bit = final_measurements(made)
-        if plain is not None:
+        is_noisy = any(isinstance(each.gate, Channel) for each in made.operations)  # every shot draws anew
+        if plain is not None and not is_noisy:
             program, comm = compiled(plain, self.comm, **self.options)
             return Prepared(self, made, program, comm, wire_of_bit)
         fits = made.wires - (self.ranks.bit_length() - 1) >= narrowest(made.operations)

@@ -286,8 +286,14 @@ def send_result(value: object, results: int | None) -> None:
     """Send a function's result to the launcher."""
     if results is None:
         return
+    try:
+        data = pickle.dumps(value)
+    except Exception as error:
+        raise UsageError(
+            f"the result is a {type(value).__name__} that cannot be pickled ({error}); return plain data or tensors"
+        ) from None
     with os.fdopen(results, "wb") as stream:
-        stream.write(pickle.dumps(value))
+        stream.write(data)
 
 
 def _exit_code(request: SystemExit) -> int:
