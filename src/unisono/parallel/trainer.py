@@ -510,7 +510,11 @@ class Trainer:
         effect on each other. Every rank calls it."""
         are_apart = self.context is None and self.plan.ep == 1 and not isinstance(self.loss, GatheredLoss)
         are_apart = are_apart and not has_batchnorm(self.model) and not has_moe(self.model)
-        return are_apart if self.pipeline is None else all(self.mesh.comm("pp").all_gather_object(are_apart))
+        return (
+            are_apart
+            if self.pipeline is None
+            else all(self.mesh.comm("pp").all_gather_object(are_apart, only_data=True))
+        )
 
     def _is_spare(self, part: Share) -> bool:
         return self._runs_spare and not len(part.positions) and part.spare is not None
@@ -541,7 +545,7 @@ class Trainer:
                     samples = find_samples(self.model, together, self.batch_dim, loss, self.plan.microbatches)
         except UsageError as error:
             refusal = str(error)
-        for message in self.mesh.comm(*self.mesh.names).all_gather_object(refusal):
+        for message in self.mesh.comm(*self.mesh.names).all_gather_object(refusal, only_data=True):
             if message is not None:
                 raise UsageError(message)
         return samples
