@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from unisono.comm.communicator import Communicator
+from unisono.comm.operation import no_communication
 from unisono.errors import UsageError
 from unisono.plan.hardware.spec import Hardware
 from unisono.plan.plan import Plan
@@ -76,6 +77,11 @@ def prediction(plan: Plan, job: Job, comm: Communicator, device: torch.device, o
     return choice if seconds is None else replace(choice, seconds=seconds)
 
 
+_APPLIED = (
+    "in a prediction by one of them: a plan has changed the module in place; pass a function that builds the model"
+)
+
+
 def _planned(
     job: Job, comm: Communicator, hardware: Hardware, top: int, plan: Plan | None = None
 ) -> tuple[Search | None, list[Choice]]:
@@ -84,8 +90,9 @@ def _planned(
     found: list[Choice] | str | None = None
     if comm.rank == 0:
         try:
-            search = Planner(job.task(), hardware, cudagraph=job.cudagraph).search(comm.size)
-            found = _ranked(search, top, plan)
+            with no_communication(_APPLIED):
+                search = Planner(job.task(), hardware, cudagraph=job.cudagraph).search(comm.size)
+                found = _ranked(search, top, plan)
         except Exception as error:
             if search is not None and plan is None and isinstance(error, UsageError):
                 found = str(error)
