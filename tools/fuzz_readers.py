@@ -251,7 +251,7 @@ def _flight(folder: Path, data: bytes, dice: random.Random) -> None:
 
 
 _DATA_WORDS = [
-    *(letter + "\1" + "\0" * 7 for letter in "Isbyvtzrleda@"),
+    *(letter + "\1" + "\0" * 7 for letter in "Isbyvtzrnoleda@"),
     *(letter + "\xff" * 8 for letter in "ifIsbtled@"),
     *("l" + "\1" + "\0" * 7) * 3, "N", "T", "b" + "\0" * 8, ("l" + "\1" + "\0" * 7) * 2000,
 ]  # fmt: skip
@@ -266,7 +266,14 @@ def _data(folder: Path, data: bytes, dice: random.Random) -> None:
 def _messages() -> list[bytes]:
     shared = [1, -1, 2**63, -(10**30), 0.5, float("nan"), complex(1, -0.0), "text", b"bytes", None, True, False]
     tensors = [torch.ones(3, 2), torch.zeros((), dtype=torch.bfloat16), torch.tensor([True, False]), torch.empty(0, 4)]
-    places = (torch.Size([2, 3]), torch.float8_e4m3fn, torch.device("cuda", 1), {1, (2, "3")}, frozenset({b"4"}))
+    places = (
+        torch.Size([2, 3]),
+        range(7),
+        torch.float8_e4m3fn,
+        torch.device("cuda", 1),
+        {1, (2, "3")},
+        frozenset({b"4"}),
+    )
     return [encoded([shared, shared]), encoded({"tensors": tensors, ("a", 1): places, 2: {}}), encoded([[[[[]]]]])]
 
 

@@ -69,7 +69,16 @@ _leaves = (
     | st.complex_numbers()
     | st.text()
     | st.binary()
-    | st.sampled_from([torch.float32, torch.bfloat16, torch.device("cuda", 1), torch.device("cpu"), torch.Size([2, 0])])
+    | st.sampled_from(
+        [
+            torch.float32,
+            torch.bfloat16,
+            torch.device("cuda", 1),
+            torch.device("cpu"),
+            torch.Size([2, 0]),
+            range(3, -2, -2),
+        ]
+    )
 )
 _keys = st.integers() | st.text() | st.tuples(st.integers(), st.text()) | st.frozensets(st.binary())
 _values = st.recursive(
@@ -204,6 +213,8 @@ MALFORMED = {
     "a dict with a key alone": b"d" + count(1) + b"N",
     "a dict of equal keys": b"d" + count(4) + b"NNNN",
     "a dict with a dict as key": b"d" + count(2) + b"d" + count(0) + b"N",
+    "a range of text": b"n" + count(1) + b"s" + count(1) + b"x",
+    "a range of nothing": b"n" + count(0),
     "an unknown record": b"o" + count(5) + b"Popen" + b"t" + count(0),
     "a record of other fields": b"o" + count(4) + b"Plan" + b"t" + count(1) + b"s" + count(1) + b"x",
     "what comes later": b"l" + count(1) + b"@" + count(0),

@@ -311,3 +311,19 @@ def test_an_empty_record_of_a_run_blocks_nothing(tmp_path: Path) -> None:
     (tmp_path / "run.json").touch()
     with pytest.warns(UserWarning, match=r"run\.json is empty"):
         assert RunFolder.starts(tmp_path) == []
+
+
+def test_the_record_of_a_run_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a machine that loses power could leave an empty run.json."""
+    kept, synced = os.fsync, []
+
+    def noted(descriptor: int) -> None:
+        kept(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.append((path.name, path.read_text() if path.suffix == ".new" else ""))
+
+    monkeypatch.setattr(os, "fsync", noted)
+    RunFolder(tmp_path, 0).open({"plan": "dp=1", "world": 1}, 0)
+    assert [text for name, text in synced if name == "run.json.new"] == [(tmp_path / "run.json").read_text()]

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from unisono.comm.communicator import Communicator
 from unisono.comm.rendezvous import world
+from unisono.comm.signatures.plain_data import is_plain
 from unisono.errors import TaskError, UsageError
 from unisono.mesh.deferred_init.deferred_model import DeferredModel, build_now, defer_init
 from unisono.mesh.deferred_init.seeded_init import in_dtype
@@ -177,7 +178,7 @@ def parallelize(
         deferred, shown = deferred.rebuilt("another rank could not build its part alone"), None
         full = deferred.model
     if plan.tp > 1 and not are_rules_given:
-        rules = comm.broadcast_object(rules)  # ranks that search by themselves might differ
+        rules = comm.broadcast_object(rules, only_data=is_plain(rules))  # ranks that search by themselves might differ
     if isinstance(model, nn.Module):
         comm.broadcast_parameters(full)
     if on_ready is not None:

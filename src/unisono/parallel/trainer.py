@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map
 
+from unisono.comm.signatures.plain_data import is_plain
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.optimizers import can_be_skipped, fused
@@ -536,7 +537,7 @@ class Trainer:
         comm = self.mesh.comm(*DATA)
         few = [batch_slice(mine.batch, 0, 2, self.batch_dim)]
         if comm.size > 1:
-            few = comm.all_gather_object(few[0])
+            few = comm.all_gather_object(few[0], only_data=is_plain(few[0]))
         samples, refusal = None, None
         try:
             together = joined_batches(few, self.batch_dim)

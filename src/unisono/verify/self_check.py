@@ -33,6 +33,7 @@ from unisono.amounts import format_seconds
 from unisono.comm.communicator import Communicator
 from unisono.comm.rendezvous import world
 from unisono.comm.rendezvous.solo import alone
+from unisono.comm.signatures.plain_data import is_plain
 from unisono.errors import PlanMismatch, UnisonoError, UsageError
 from unisono.launch import environment
 from unisono.mesh.deferred_init.deferred_model import DeferredModel, tensors_in
@@ -300,7 +301,9 @@ class _Proof:
         """For a trainer that was made without an example: its first batch is one."""
         started = time.perf_counter()
         if isinstance(batch, Share):
-            batch = full_batch_of(trainer.mesh.comm(*DATA).all_gather_object(batch), self._dim)
+            batch = full_batch_of(
+                trainer.mesh.comm(*DATA).all_gather_object(batch, only_data=is_plain(batch)), self._dim
+            )
         if self._reduced is None and not self._obstacle:
             self._follow(trainer)
             failure = None
@@ -377,7 +380,7 @@ class _Proof:
 
     def _some_of(self, trainer: Trainer, batch: tuple[Any, Any]) -> tuple[Any, Any]:
         """The samples that are used; of ranks that have samples of their own, all take part in a step on rank 0's."""
-        batch = self._comm.broadcast_object(batch) if trainer.batch == "local" else batch
+        batch = self._comm.broadcast_object(batch, only_data=is_plain(batch)) if trainer.batch == "local" else batch
         return first_samples(batch, self._samples, self._dim)
 
     def _in_float64(self, trainer: Trainer, batch: tuple[Any, Any], found: list[Deviation]) -> list[Deviation]:

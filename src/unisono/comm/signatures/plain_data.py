@@ -1,6 +1,6 @@
 """Plain data as bytes and back, without pickle: reading it runs no code, whoever has sent it.
 
-Plain are None, bool, int, float, complex, str and bytes; tuple, list, dict, set and frozenset of what is plain;
+Plain are None, bool, int, float, complex, range, str and bytes; tuple, list, dict, set and frozenset of what is plain;
 torch.dtype, torch.device and torch.Size; tensors on the CPU that are values alone: strided, contiguous, without
 gradients or attributes; and the classes of unisono that are decorated with `record`. All of these exactly: a subclass
 (a named tuple, an enum, NumPy's float64) is not plain.
@@ -63,6 +63,15 @@ def encoded(value: Any, or_pickled: bool = False) -> bytes:
     return b"".join(writer.parts)
 
 
+def is_plain(value: Any) -> bool:
+    """Where ranks have values of the same form: whether all of them may ask for data, instead of objects."""
+    try:
+        encoded(value)
+    except NotPlainError:
+        return False
+    return True
+
+
 def decoded(data: bytes, start: int, what: str) -> Any:
     """The value whose bytes begin at `start`. CommError, about `what`, unless they are those of one value."""
     return _Reader(data, start, what).whole()
@@ -122,6 +131,9 @@ class _Writer:
 
     def write_size(self, value: torch.Size, depth: int) -> None:
         self.elements(b"z", value, depth)
+
+    def write_range(self, value: range, depth: int) -> None:
+        self.elements(b"n", (value.start, value.stop, value.step), depth)
 
     def write_frozenset(self, value: frozenset[Any], depth: int) -> None:
         self.elements(b"r", value, depth)
@@ -200,6 +212,7 @@ _WRITERS: dict[type, Callable[[_Writer, Any, int], None]] = {
     tuple: _Writer.write_tuple,
     torch.Size: _Writer.write_size,
     frozenset: _Writer.write_frozenset,
+    range: _Writer.write_range,
     list: _Writer.write_list,
     set: _Writer.write_set,
     dict: _Writer.write_dict,
@@ -347,6 +360,12 @@ class _Reader:
         self.kept(made)
         return made
 
+    def read_range(self, depth: int) -> range:
+        try:
+            return range(*self.elements(depth))
+        except (TypeError, ValueError):
+            raise self.malformed("a range of what are no bounds") from None
+
     def read_record(self, depth: int) -> Any:
         name, fields = self.sized()[:50].decode("ascii", "replace"), self.value(depth)
         if name not in _RECORDS or not isinstance(fields, tuple):
@@ -382,6 +401,7 @@ _READERS: dict[bytes, Callable[[_Reader, int], Any]] = {
     b"e": _Reader.read_set,
     b"d": _Reader.read_dict,
     b"a": _Reader.read_tensor,
+    b"n": _Reader.read_range,
     b"o": _Reader.read_record,
     b"@": _Reader.read_again,
 }

@@ -197,7 +197,7 @@ class MemoryCheckpoints(Checkpoints):
 def hold(memory: Path) -> int:
     """Keep others from taking the memory for abandoned while this process lives; the descriptor of the lock."""
     memory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor = os.open(memory / _HELD, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(memory / _HELD, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     os.utime(descriptor)
     return descriptor
