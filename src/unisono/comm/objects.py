@@ -96,9 +96,8 @@ class Objects(PointToPoint):
             if sent.is_refused:
                 sealed.value(sent.bytes, self.rank)
             if rows.refused:
-                raise UsageError(
-                    f"gather_object: what rank {rows.refused[0]} gave cannot be sent; its own error has the reason"
-                )
+                why = "is no plain data" if only_data else "cannot be pickled"
+                raise UsageError(f"gather_object: what rank {rows.refused[0]} gave {why}; its own error has the reason")
             return None
 
         return self._run_objects("gather_object", root, start, finish, async_op)
