@@ -44,12 +44,14 @@ def there_and_back(value: Any, or_pickled: bool = True) -> Any:
     return decoded(b"before" + encoded(value, or_pickled), 6, "the value")
 
 
+def bits_of(value: torch.Tensor) -> Any:
+    return value.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy()
+
+
 def shown(value: Any) -> str:
     """Types and values in full: 1, 1.0 and True differ, and so do -0.0 and 0.0."""
     if isinstance(value, torch.Tensor):
-        return (
-            f"{type(value)} {value.dtype} {tuple(value.shape)} {bytes(value.reshape(-1).view(torch.uint8).numpy())!r}"
-        )
+        return f"{type(value)} {value.dtype} {tuple(value.shape)} {bytes(bits_of(value))!r}"
     if isinstance(value, dict):
         return f"{type(value)} {[(shown(key), shown(each)) for key, each in value.items()]}"
     if isinstance(value, set | frozenset):
@@ -117,6 +119,8 @@ def test_tensors_keep_their_bits() -> None:
             assert shown(found) == shown(tensor)
     nan = torch.tensor([0x7FC01234, 0x7F800001], dtype=torch.int32).view(torch.float32)  # two nans of different bits
     assert shown(there_and_back(nan)) == shown(nan)
+    for view in (torch.arange(9)[3:6], torch.arange(9)[::8][:1], torch.ones(2, 1).t(), torch.empty(0, 3).t()):
+        assert shown(there_and_back(view)) == shown(view.clone(memory_format=torch.contiguous_format))
     found = there_and_back(torch.zeros(3))
     found += 1  # memory of its own
 
@@ -168,6 +172,8 @@ NOT_PLAIN: dict[str, Any] = {
     "many levels": nested(100),
 }
 NOT_PLAIN_BUT_PICKLED: dict[str, Any] = {
+    "every second element": torch.arange(6)[::2],
+    "an expanded tensor": torch.arange(2).expand(3, 2),
     "a transposed tensor": torch.ones(2, 3).t(),
     "many elements": list(range(2000)),
 }

@@ -158,7 +158,8 @@ class _Writer:
             raise NotPlainError(f"a tensor of more than {_DIMS} dims")
         if self._or_pickled and not value.is_contiguous():
             raise NotPlainError("a tensor that is not contiguous")
-        content = value.reshape(-1).view(torch.uint8).numpy().data
+        flat = value.clone(memory_format=torch.contiguous_format).reshape(-1)  # of one element, too, any stride may be
+        content = flat.view(torch.uint8).numpy().data
         self.sized(b"a", _NAME_OF[value.dtype].encode())
         self.elements(b"t", tuple(value.shape), depth)
         self.parts += struct.pack("<Q", len(content)), content
