@@ -98,7 +98,7 @@ _values = st.recursive(
 
 @given(_values)
 def test_what_is_read_is_what_was_written(value: Any) -> None:
-    assert shown(there_and_back(value)) == shown(value)
+    assert shown(there_and_back(value, or_pickled=False)) == shown(value)
 
 
 def test_records_of_unisono_are_data() -> None:

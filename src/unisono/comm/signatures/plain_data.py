@@ -26,7 +26,7 @@ from unisono.errors import CommError
 
 T = TypeVar("T")
 _DEPTH = 64
-_MOST = 1000  # elements in containers, where the value may be pickled
+_MOST = 100  # elements in containers, where the value may be pickled: more take milliseconds
 _DIMS = 64  # of a tensor
 _INT64 = range(-(2**63), 2**63)
 _DTYPES = (
