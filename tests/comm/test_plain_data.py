@@ -104,9 +104,11 @@ def test_what_is_read_is_what_was_written(value: Any) -> None:
 def test_records_of_unisono_are_data() -> None:
     plan = uni.Plan.parse("dp=2,pp=2,microbatches=4,recompute=*.mlp,boundaries=0+3")
     choice = Choice(plan, 0.5, 10, {"parameters": 1.5}, race=[Lap("dp=2", None, 0.5)])
-    found = there_and_back([choice, plan])
+    found = there_and_back([choice, plan], or_pickled=False)
     assert found == [choice, plan]
     assert type(found[0].race[0]) is Lap
+    with pytest.raises(NotPlainError):
+        encoded(plan, or_pickled=True)  # pickle imports the class where it has not been
 
 
 def test_tensors_keep_their_bits() -> None:

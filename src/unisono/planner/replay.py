@@ -26,7 +26,7 @@ from torch import nn
 
 from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
-from unisono.comm.signatures import plain_data
+from unisono.comm.signatures.records import plain_record
 from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.inputs import cloned
 from unisono.parallel.meta.meta_tensors import deep_copy
@@ -50,7 +50,7 @@ _BACKWARD = 2 / 3  # of a step's computation: what messages of gradients can hid
 Found = TypeVar("Found")
 
 
-@plain_data.record
+@plain_record
 class Message(NamedTuple):
     """An operation of a communicator: its name, the ranks that take part (of a send, from and to), and this rank's
     bytes."""
@@ -60,7 +60,7 @@ class Message(NamedTuple):
     size: int
 
 
-@plain_data.record
+@plain_record
 @dataclass
 class RankReplay:
     """What one rank measured."""

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from unisono.comm.rendezvous import world
-from unisono.comm.signatures import plain_data
+from unisono.comm.signatures.records import plain_record
 from unisono.parallel.share import Share
 from unisono.parallel.trainer import Trainer
 from unisono.plan.schedules.action import Action
@@ -22,7 +22,7 @@ from unisono.plan.schedules.action import Action
 Batch = tuple[Any, Any] | Share
 
 
-@plain_data.record
+@plain_record
 class NonFinite(NamedTuple):
     stage: int  # of the pipeline
     order: int  # among the stage's modules, by the end of their forward

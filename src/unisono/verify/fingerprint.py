@@ -26,7 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.comm.communicator import Communicator
-from unisono.comm.signatures import plain_data
+from unisono.comm.signatures.records import plain_record
 from unisono.mesh.named_groups import NamedParameters
 from unisono.mesh.random.state import RandomState
 from unisono.parallel.expert.expert import collect_aux
@@ -72,7 +72,7 @@ class TrainingSetup:
     step: int = 0  # which one it is: random numbers depend on it
 
 
-@plain_data.record
+@plain_record
 @dataclass
 class FingerprintRecord(TrainingRecord):
     """A record of one training step that holds fingerprints. Its `parameters` are their updates, instead of values."""
@@ -84,7 +84,7 @@ class FingerprintRecord(TrainingRecord):
     dtype: torch.dtype = torch.float32  # in which it was computed
 
 
-@plain_data.record
+@plain_record
 @dataclass(frozen=True)
 class Deviation:
     kind: str  # loss, gradient, update, buffer, replica

@@ -15,7 +15,7 @@ import torch
 
 from unisono.amounts import ranks_in_words
 from unisono.comm.communicator import Communicator
-from unisono.comm.signatures import plain_data
+from unisono.comm.signatures.records import plain_record
 from unisono.parallel.layout import Split
 from unisono.plan.plan import AXES, COPIES, Plan
 from unisono.verify.float64 import wide
@@ -25,7 +25,7 @@ Tensors = dict[str, torch.Tensor]
 _EXACT = 1e-6  # relative: a factor this close to a count is that count
 
 
-@plain_data.record
+@plain_record
 @dataclass(frozen=True)
 class _Divergence:
     """The first on one rank."""

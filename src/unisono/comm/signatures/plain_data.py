@@ -2,8 +2,8 @@
 
 Plain are None, bool, int, float, complex, range, str and bytes; tuple, list, dict, set and frozenset of what is plain;
 torch.dtype, torch.device and torch.Size; tensors on the CPU that are values alone: strided, contiguous, without
-gradients or attributes; and the classes of unisono that are decorated with `record`. All of these exactly: a subclass
-(a named tuple, an enum, NumPy's float64) is not plain.
+gradients or attributes; and, where nothing may be pickled, the classes of unisono in records.py. All of these exactly:
+a subclass (a named tuple, an enum, NumPy's float64) is not plain.
 
 What is read equals what was written as a pickled copy would: types, -0.0, nan, the order of a dict. What a container
 holds twice is one object there too. Cycles and more than `_DEPTH` levels are not plain.
@@ -18,13 +18,13 @@ import dataclasses
 import math
 import struct
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
+from unisono.comm.signatures.records import RECORDS
 from unisono.errors import CommError
 
-T = TypeVar("T")
 _DEPTH = 64
 _MOST = 100  # elements in containers, where the value may be pickled: more take milliseconds
 _DIMS = 64  # of a tensor
@@ -36,17 +36,6 @@ _DTYPES = (
 )
 _DTYPE_OF = {name: getattr(torch, name) for name in _DTYPES if hasattr(torch, name)}
 _NAME_OF = {dtype: name for name, dtype in _DTYPE_OF.items()}
-
-
-_RECORDS: dict[str, type] = {}
-
-
-def record(cls: type[T]) -> type[T]:
-    """Decorates a dataclass or named tuple that is plain data where its fields are: read by calling it with them."""
-    assert cls.__name__ not in _RECORDS, f"two records are called {cls.__name__}"
-    _RECORDS[cls.__name__] = cls
-    _WRITERS[cls] = _Writer.write_record
-    return cls
 
 
 class NotPlainError(Exception):
@@ -89,10 +78,14 @@ class _Writer:
         self._open: set[int] = set()
 
     def write(self, value: Any, depth: int) -> None:
-        write = _WRITERS.get(type(value))
-        if write is None:
-            raise NotPlainError(f"a value of type {type(value).__module__}.{type(value).__qualname__}")
-        write(self, value, depth)
+        kind = type(value)
+        write = _WRITERS.get(kind)
+        if write is not None:
+            write(self, value, depth)
+        elif RECORDS.get(kind.__name__) is kind and not self._or_pickled:  # else the reader may not have imported it
+            self.write_record(value, depth)
+        else:
+            raise NotPlainError(f"a value of type {kind.__module__}.{kind.__qualname__}")
 
     def write_none(self, value: None, depth: int) -> None:
         self.parts.append(b"N")
@@ -369,10 +362,10 @@ class _Reader:
 
     def read_record(self, depth: int) -> Any:
         name, fields = self.sized()[:50].decode("ascii", "replace"), self.value(depth)
-        if name not in _RECORDS or not isinstance(fields, tuple):
+        if name not in RECORDS or not isinstance(fields, tuple):
             raise self.malformed(f"no record is called {name!r}")
         try:
-            return _RECORDS[name](*fields)
+            return RECORDS[name](*fields)
         except (TypeError, ValueError, AttributeError) as error:
             raise self.malformed(f"{name} cannot be made of its fields ({error})") from None
 

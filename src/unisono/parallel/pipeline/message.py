@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from unisono.comm.signatures import plain_data
+from unisono.comm.signatures.records import plain_record
 from unisono.parallel.pipeline.skips import Label
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 Key = tuple[Any, ...]
 
 
-@plain_data.record
+@plain_record
 @dataclass(frozen=True)
 class TensorForm:
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class TensorForm:
         return torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
 
 
-@plain_data.record
+@plain_record
 @dataclass(frozen=True)
 class MessageForm:
     """The positions of a message's tensors among the arguments of the block that it is for."""

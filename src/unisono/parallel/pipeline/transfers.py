@@ -11,6 +11,7 @@ import torch
 from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.comm.signatures.object_bytes import object_of_bytes, object_to_bytes
+from unisono.comm.signatures.plain_data import is_plain
 from unisono.parallel.pipeline.message import MessageForm, TensorForm
 
 # How many messages to one rank may be under way. One would do; more only keep more memory.
@@ -52,7 +53,9 @@ class Transfers:
 
     def send_form(self, form: MessageForm, to: int) -> None:
         number = self._comm.seal.next_number(("sent", to))
-        content = self._comm.seal.sign(object_to_bytes(form), _FORM, number, self._comm.rank, to)
+        content = self._comm.seal.sign(
+            object_to_bytes(form, only_data=is_plain(form)), _FORM, number, self._comm.rank, to
+        )
         content = content.to(self._comm.device)
         self.send([torch.tensor([content.numel()], device=self._comm.device), content], to)
 

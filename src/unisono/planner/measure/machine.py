@@ -24,7 +24,7 @@ import torch
 
 from unisono.comm.communicator import Communicator
 from unisono.comm.rendezvous import world
-from unisono.comm.signatures import plain_data
+from unisono.comm.signatures.records import plain_record
 from unisono.errors import UsageError
 from unisono.launch.spawn import spawn
 from unisono.plan.hardware.spec import Curve, Hardware, Link
@@ -104,7 +104,7 @@ def measured_by(comm: Communicator, device: torch.device, care: Care) -> Hardwar
     return _hardware(counted, _joined(figures), device, locations, sum(cores.values()))
 
 
-@plain_data.record
+@plain_record
 class _RankLocation(NamedTuple):
     """Where a rank runs."""
 
