@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-READERS = {"manifest", "safetensors", "state", "hardware", "plan", "hosts", "qasm", "run", "flight"}
+READERS = {"manifest", "safetensors", "state", "hardware", "plan", "hosts", "qasm", "run", "flight", "data"}
 
 
 def fuzzed(*arguments: str) -> str:

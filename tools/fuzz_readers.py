@@ -36,6 +36,7 @@ import torch
 from torch import nn
 
 import unisono as uni
+from unisono.comm.signatures.plain_data import decoded, encoded
 from unisono.comm.watchdog import flight_recorder
 from unisono.errors import UnisonoError
 from unisono.launch.hosts import assign_ranks, parse_file, parse_list
@@ -249,6 +250,33 @@ def _flight(folder: Path, data: bytes, dice: random.Random) -> None:
     flight_recorder.explain({0: folder / "rank_0"})
 
 
+_DATA_WORDS = [
+    *(letter + "\1" + "\0" * 7 for letter in "Isbyvtzrnoleda@"),
+    *(letter + "\xff" * 8 for letter in "ifIsbtled@"),
+    *("l" + "\1" + "\0" * 7) * 3, "N", "T", "b" + "\0" * 8, ("l" + "\1" + "\0" * 7) * 2000,
+]  # fmt: skip
+
+
+def _data(folder: Path, data: bytes, dice: random.Random) -> None:
+    """What is read can be written again, and is then read as the same bytes."""
+    written = encoded(decoded(data, 0, "the input"))
+    assert encoded(decoded(written, 0, "the input")) == written
+
+
+def _messages() -> list[bytes]:
+    shared = [1, -1, 2**63, -(10**30), 0.5, float("nan"), complex(1, -0.0), "text", b"bytes", None, True, False]
+    tensors = [torch.ones(3, 2), torch.zeros((), dtype=torch.bfloat16), torch.tensor([True, False]), torch.empty(0, 4)]
+    places = (
+        torch.Size([2, 3]),
+        range(7),
+        torch.float8_e4m3fn,
+        torch.device("cuda", 1),
+        {1, (2, "3")},
+        frozenset({b"4"}),
+    )
+    return [encoded([shared, shared]), encoded({"tensors": tensors, ("a", 1): places, 2: {}}), encoded([[[[[]]]]])]
+
+
 def readers(folder: Path) -> dict[str, tuple[Path, Reader]]:
     """With a folder for each of them that holds what belongs to its input."""
     weights = nn.Linear(3, 2)
@@ -267,7 +295,7 @@ def readers(folder: Path) -> dict[str, tuple[Path, Reader]]:
     plans += [b"dp=2,ep=2,cp=2,zero=3,context=ulysses,recompute=auto:12GiB,offload,compile", b"recompute=*.mlp+*.attn"]
     hosts = [b"# nodes\nnode0 slots=4\nnode1 slots=2  # slow\n\n::1 slots=1\n", b"a\na\nb\n", b"a:2,b:2,[::1]:4"]
     run = json.dumps(run_files()).encode()
-    for name in ("safetensors", "hardware", "plan", "hosts", "qasm", "run", "flight"):
+    for name in ("safetensors", "hardware", "plan", "hosts", "qasm", "run", "flight", "data"):
         (folder / name).mkdir()
     (folder / "qasm" / "more.inc").write_text("gate own a { h a; }")
     (folder / "secret").write_text("gate secret a { h a; }")
@@ -285,6 +313,7 @@ def readers(folder: Path) -> dict[str, tuple[Path, Reader]]:
         "qasm": Reader([*QASM], _qasm, _QASM_WORDS.split("|") + TEXTS),
         "run": Reader([run], _run, [], True),
         "flight": Reader([_dump()], _flight, ["\x96", "\x80\x04", "cos\nsystem\n(S'true'\ntR", "r", "X", "R", *TEXTS]),
+        "data": Reader(_messages(), _data, _DATA_WORDS),
     }
     return {name: (folder / name, reader) for name, reader in made.items()}
 

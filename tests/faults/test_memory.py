@@ -88,6 +88,19 @@ def test_memory_that_no_process_holds_is_removed(tmp_path: Path) -> None:
     os.close(locks[0])
 
 
+def test_a_link_in_memory_changes_no_other_file(tmp_path: Path) -> None:
+    own, other = tmp_path / f"{environment.memory_prefix()}own", tmp_path / "other"
+    own.mkdir()
+    other.touch()
+    os.utime(other, (0, 0))
+    (own / "held").symlink_to(other)
+    with pytest.raises(OSError, match="symbolic links"):
+        in_memory.hold(own)
+    in_memory.remove_abandoned(tmp_path / "another")
+    assert other.stat().st_mtime == 0
+    assert own.exists()
+
+
 def test_without_a_launcher_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(environment.MEMORY, raising=False)
     engine = uni.Engine(nn.Linear(12, 2), nn.functional.cross_entropy, lambda p: torch.optim.SGD(p, lr=0.1))

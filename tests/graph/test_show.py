@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from unisono.graph.program.binding import _NATIVE, native
 from unisono.graph.program.lowering import Lowered, lower
 from unisono.graph.render.dump import save
 from unisono.graph.render.html import as_page
-from unisono.graph.render.listing import listing_of
+from unisono.graph.render.listing import CollectiveStep, ListedInput, ListedOp, listing_of
 from unisono.graph.render.svg import as_svg
 from unisono.graph.render.text import as_text
 from unisono.mesh.mesh import Mesh
@@ -70,6 +72,31 @@ def test_every_rank_has_its_own_groups(quickstart: Lowered) -> None:
     assert reported.forward[0].ranks == (4, 5, 6, 7)
     assert reported.sums[0].ranks == (1, 5)
     assert {collective.kind for collective in reported.forward} == {"reduce_scatter", "all_reduce"}
+
+
+MARK = "<i onclick=\"'>"
+
+
+def _marked(value: Any) -> Any:
+    """With a mark in every text but the kinds of collectives, which are words of ours."""
+    if isinstance(value, str):
+        return value + MARK
+    if isinstance(value, list | tuple):
+        return type(value)(_marked(each) for each in value)
+    if isinstance(value, ListedOp | ListedInput | CollectiveStep):
+        names = [each.name for each in fields(value) if each.name not in ("kind", "axes", "ranks", "before", "after")]
+        return replace(value, **{name: _marked(getattr(value, name)) for name in names})
+    return value
+
+
+def test_names_and_lines_of_a_program_are_text_on_its_pages(quickstart: Lowered) -> None:
+    listing = listing_of(quickstart, rank=3)
+    for name in ("given", "lines", "sums", "updates", "about", "outputs", "order"):
+        setattr(listing, name, _marked(getattr(listing, name)))
+    for page in (as_page(listing, title=MARK), as_svg(listing, title=MARK)):
+        assert "&lt;i" in page
+        assert "<i " not in page
+        assert 'onclick="' not in page
 
 
 def test_a_page_stands_alone(quickstart: Lowered) -> None:

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -76,6 +77,44 @@ def test_one_world_over_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
     assert output[2].startswith("  node1: ok, ranks 1-2, python 3.")
     assert output[3] == "connections (row to column):"
     assert all(len(re.findall(r"\d+\.\d\d ms", line)) == 2 for line in output[5:7])
+
+
+WAITS = """
+import os, pathlib, time
+import unisono as uni
+comm = uni.init()
+pathlib.Path(f"secret.{comm.rank}.new").write_text(f"{os.environ['UNISONO_SECRET_FILE']} {os.getpid()} {os.getppid()}")
+os.rename(f"secret.{comm.rank}.new", f"secret.{comm.rank}")
+while not pathlib.Path("go").exists():
+    time.sleep(0.02)
+"""
+
+
+def test_the_secret_reaches_other_hosts_unseen_and_the_job_listens_where_they_know_it(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    """Over ssh's stdin: no command line and no variable has it, ssh's and those of the far host among them."""
+    write_script(tmp_path, WAITS)
+    run = _run(hosts, tmp_path, "-H", "node0:1,node1:1", "script.py", anew=True)
+    with run.started() as process:
+        for rank in range(2):
+            wait_for(tmp_path / f"secret.{rank}", process, patience=120)
+        told = [(tmp_path / f"secret.{rank}").read_text().split() for rank in range(2)]
+        paths = [Path(path) for path, *_ in told]
+        assert paths[0] != paths[1]  # each host has a file of its own
+        (hidden,) = {path.read_bytes() for path in paths}
+        assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in paths)
+        for each in Path("/proc").glob("[0-9]*"):  # of both hosts
+            for shown in ("cmdline", "environ"):
+                with contextlib.suppress(OSError):
+                    assert hidden not in (each / shown).read_bytes(), each
+        own = [process.pid, *(int(pid) for _, *pids in told for pid in pids)]  # launcher, ranks and their agents
+        found = {str(address) for pid in own for address in listening(pid).values()}
+        (tmp_path / "go").touch()
+        assert process.wait(timeout=120) == 0
+    assert ADDRESSES[0] in found  # the store
+    assert found <= {*ADDRESSES, "127.0.0.1"}, found
+    assert not any(path.exists() for path in paths)
 
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "hosts.md"

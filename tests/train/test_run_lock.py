@@ -140,6 +140,7 @@ def test_a_folder_that_was_lost_is_not_taken_for_this_jobs(tmp_path: Path, monke
         with pytest.raises(UsageError, match=f"is in use by process {process.pid}"):
             FolderLock(tmp_path)
         assert f"was taken over by process {process.pid}" in lost.problem()
+    monkeypatch.setattr(folder_lock, "_SOON", 30.0)  # its child may take a moment to die, and has the lock too
     assert FolderLock(tmp_path).problem() == ""
 
 
@@ -311,3 +312,19 @@ def test_an_empty_record_of_a_run_blocks_nothing(tmp_path: Path) -> None:
     (tmp_path / "run.json").touch()
     with pytest.warns(UserWarning, match=r"run\.json is empty"):
         assert RunFolder.starts(tmp_path) == []
+
+
+def test_the_record_of_a_run_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a machine that loses power could leave an empty run.json."""
+    kept, synced = os.fsync, []
+
+    def noted(descriptor: int) -> None:
+        kept(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.append((path.name, path.read_text() if path.suffix == ".new" else ""))
+
+    monkeypatch.setattr(os, "fsync", noted)
+    RunFolder(tmp_path, 0).open({"plan": "dp=1", "world": 1}, 0)
+    assert [text for name, text in synced if name == "run.json.new"] == [(tmp_path / "run.json").read_text()]

@@ -183,7 +183,8 @@ class Communicator(Objects):
         if not isinstance(module, torch.nn.Module):
             raise UsageError(f"broadcast_parameters: expected a torch.nn.Module, but was given {module!r}")
         tensors = [*module.named_parameters(), *module.named_buffers()]
-        everyone = self.all_gather_object([f"{name} {describe(each.shape, each.dtype)}" for name, each in tensors])
+        mine = [f"{name} {describe(each.shape, each.dtype)}" for name, each in tensors]
+        everyone = self.all_gather_object(mine, only_data=True)
         for rank, theirs in enumerate(everyone):
             for one, other in zip_longest(theirs, everyone[root], fillvalue="nothing more"):
                 if one != other:

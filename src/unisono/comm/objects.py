@@ -1,17 +1,19 @@
-"""Collectives on Python values: they are sent pickled, as bytes, over torch.distributed on any backend.
+"""Collectives on Python values: they are sent as bytes, over torch.distributed on any backend.
+
+Plain data is sent as data (signatures/plain_data.py), which runs no code when it is read; every other value is pickled.
+With only_data=True nothing is pickled, and a pickle that arrives is refused: unisono's own messages about training are
+sent so. Unpickling runs code that the sender chooses: what arrives is read only when its signature is the job's
+(signatures/seal.py).
 
 The lengths are sent first, which blocks even with async_op=True; then the bytes. So ranks that wait at once and ranks
-that wait later run the same collectives in the same order. Unpickling runs code that the sender chooses: what arrives
-is unpickled only when its signature is the job's (signatures/seal.py). A value that cannot be pickled is an error on
-every rank: the reason is sent instead.
+that wait later run the same collectives in the same order. A value that cannot be sent is an error on every rank: the
+reason is sent instead.
 """
 
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,22 +22,32 @@ import torch.distributed as dist
 from unisono.comm.c10d import all_gather_single
 from unisono.comm.operation import Outcome, Transfer
 from unisono.comm.p2p import PointToPoint
+from unisono.comm.signatures.object_bytes import object_of_bytes, object_to_bytes
+from unisono.comm.signatures.plain_data import NotPlainError
 from unisono.comm.signatures.seal import ALL, Seal
 from unisono.comm.watchdog.op_log import root_detail
 from unisono.errors import UsageError
 
+_REFUSAL = b"R"  # how what is sent instead of an object begins
+
 
 class Objects(PointToPoint):
-    """Collectives on values of any kind that can be pickled."""
+    """Collectives on values of any kind that can be pickled.
 
-    def broadcast_object(self, value: Any, root: int = 0, *, async_op: bool = False) -> Outcome:
+    only_data: send plain data only (None, numbers, str, bytes, dtypes, devices, tensors on the CPU, and tuples, lists,
+    dicts and sets of these) and accept nothing else, so that no rank runs code that another process has sent.
+    """
+
+    def broadcast_object(
+        self, value: Any, root: int = 0, *, only_data: bool = False, async_op: bool = False
+    ) -> Outcome:
         """The root's value, on every rank."""
         self._require_rank("root", root)
         if self.is_simulated:
             return self._alike("broadcast_object", value, async_op)
         is_root = self.rank == root
-        sealed = Sealed(self.seal, "broadcast_object", self.rank)
-        sent = Pickled(value, sealed) if is_root else None
+        sealed = Sealed(self.seal, "broadcast_object", self.rank, only_data)
+        sent = Encoded(value, sealed) if is_root else None
         received: list[torch.Tensor] = []
 
         def start() -> list[dist.Work]:
@@ -45,16 +57,16 @@ class Objects(PointToPoint):
             return [dist.broadcast(received[0], group=self.group, group_src=root, async_op=True)]
 
         def finish() -> Any:
-            return sealed.unpickled(received[0], root) if sent is None or sent.is_refused else value
+            return sealed.value(received[0], root) if sent is None or sent.is_refused else value
 
         return self._run_objects("broadcast_object", root, start, finish, async_op)
 
-    def all_gather_object(self, value: Any, *, async_op: bool = False) -> Outcome:
+    def all_gather_object(self, value: Any, *, only_data: bool = False, async_op: bool = False) -> Outcome:
         """Every rank's value, on every rank."""
         if self.is_simulated:
             return self._alike("all_gather_object", [value] * self.size, async_op)
-        sealed = Sealed(self.seal, "all_gather_object", self.rank)
-        sent, rows = Pickled(value, sealed), PickledRows(sealed)
+        sealed = Sealed(self.seal, "all_gather_object", self.rank, only_data)
+        sent, rows = Encoded(value, sealed), EncodedRows(sealed)
 
         def start() -> list[dist.Work]:
             rows.take(self._all_lengths(sent))
@@ -63,14 +75,14 @@ class Objects(PointToPoint):
 
         return self._run_objects("all_gather_object", 0, start, rows.values, async_op)
 
-    def gather_object(self, value: Any, root: int = 0, *, async_op: bool = False) -> Outcome:
+    def gather_object(self, value: Any, root: int = 0, *, only_data: bool = False, async_op: bool = False) -> Outcome:
         """On the root every rank's value; None elsewhere."""
         self._require_rank("root", root)
         if self.is_simulated:
             return self._alike("gather_object", [value] * self.size if self.rank == root else None, async_op)
         is_root = self.rank == root
-        sealed = Sealed(self.seal, "gather_object", self.rank)
-        sent, rows = Pickled(value, sealed), PickledRows(sealed)
+        sealed = Sealed(self.seal, "gather_object", self.rank, only_data)
+        sent, rows = Encoded(value, sealed), EncodedRows(sealed)
 
         def start() -> list[dist.Work]:
             rows.take(self._all_lengths(sent))
@@ -82,28 +94,29 @@ class Objects(PointToPoint):
             if is_root:
                 return rows.values()
             if sent.is_refused:
-                sealed.unpickled(sent.bytes, self.rank)
+                sealed.value(sent.bytes, self.rank)
             if rows.refused:
-                raise UsageError(
-                    f"gather_object: what rank {rows.refused[0]} gave cannot be pickled; its own error has the reason"
-                )
+                why = "is no plain data" if only_data else "cannot be pickled"
+                raise UsageError(f"gather_object: what rank {rows.refused[0]} gave {why}; its own error has the reason")
             return None
 
         return self._run_objects("gather_object", root, start, finish, async_op)
 
-    def scatter_object(self, values: Sequence[Any] | None = None, root: int = 0, *, async_op: bool = False) -> Outcome:
+    def scatter_object(
+        self, values: Sequence[Any] | None = None, root: int = 0, *, only_data: bool = False, async_op: bool = False
+    ) -> Outcome:
         """values[rank] of the root; only the root passes `values`."""
         self._require_rank("root", root)
         is_root = self.rank == root
         if is_root and (not isinstance(values, Sequence) or len(values) != self.size):
             given = len(values) if isinstance(values, Sequence) else repr(values)
             raise UsageError(f"scatter_object: the root needs {self.size} values, one a rank, but got {given}")
-        sealed = Sealed(self.seal, "scatter_object", self.rank)
-        pickled = [Pickled(value, sealed, to) for to, value in enumerate(values or ())] if is_root else []
-        if refusal := next((each for each in pickled if each.is_refused), None):
-            pickled = [refusal.sent_to(to) for to in range(self.size)]
-        sent = [each.bytes for each in pickled]
-        rows = PickledRows(sealed)
+        sealed = Sealed(self.seal, "scatter_object", self.rank, only_data)
+        each_sent = [Encoded(value, sealed, to) for to, value in enumerate(values or ())] if is_root else []
+        if refusal := next((each for each in each_sent if each.is_refused), None):
+            each_sent = [refusal.sent_to(to) for to in range(self.size)]
+        sent = [each.bytes for each in each_sent]
+        rows = EncodedRows(sealed)
 
         def start() -> list[dist.Work]:
             lengths = torch.tensor([len(each) for each in sent] or [0] * self.size)
@@ -117,7 +130,7 @@ class Objects(PointToPoint):
             "scatter_object",
             root,
             start,
-            lambda: sealed.unpickled(rows.bytes[: rows.lengths[self.rank]], root, self.rank),
+            lambda: sealed.value(rows.bytes[: rows.lengths[self.rank]], root, self.rank),
             async_op,
         )
 
@@ -134,7 +147,7 @@ class Objects(PointToPoint):
 
         return self._run(op, None, Transfer(start, finish, run), None, async_op, root_detail(root))
 
-    def _all_lengths(self, mine: Pickled) -> list[int]:
+    def _all_lengths(self, mine: Encoded) -> list[int]:
         """Of every rank's bytes; negative where it holds a refusal."""
         lengths = torch.empty(self.size, dtype=torch.int64)
         length = -len(mine.bytes) if mine.is_refused else len(mine.bytes)
@@ -142,11 +155,11 @@ class Objects(PointToPoint):
         return lengths.tolist()
 
 
-class PickledRows:
-    """Pickled values of all ranks, one row each, as long as the longest."""
+class EncodedRows:
+    """Values of all ranks as bytes, one row each, as long as the longest."""
 
     lengths: list[int]
-    refused: list[int]  # ranks whose value could not be pickled
+    refused: list[int]  # ranks whose value cannot be sent
     bytes: torch.Tensor
 
     def __init__(self, sealed: Sealed) -> None:
@@ -167,30 +180,23 @@ class PickledRows:
     def values(self) -> list[Any]:
         rows = self.bytes.view(len(self.lengths), -1)
         both = enumerate(zip(rows, self.lengths, strict=True))
-        return [self._sealed.unpickled(row[:length], rank) for rank, (row, length) in both]
+        return [self._sealed.value(row[:length], rank) for rank, (row, length) in both]
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Sent instead of a value that cannot be pickled."""
-
-    reason: str
-
-
-class Pickled:
-    """A value as bytes, or the refusal of one that cannot be pickled."""
+class Encoded:
+    """A value as bytes, or why it cannot be sent."""
 
     def __init__(self, value: Any, sealed: Sealed, to: int = ALL) -> None:
         self.is_refused = False
         self._sealed = sealed
         try:
-            self._data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+            self._data = object_to_bytes(value, sealed.only_data)
         except Exception as error:
             self.is_refused = True
-            self._data = pickle.dumps(Refusal(_reason(value, sealed.op, sealed.rank, error)))
+            self._data = _REFUSAL + _reason(value, sealed.op, sealed.rank, error).encode("utf-8", "backslashreplace")
         self.bytes = sealed.sign(self._data, to)
 
-    def sent_to(self, to: int) -> Pickled:
+    def sent_to(self, to: int) -> Encoded:
         """The same for another rank."""
         other = copy.copy(self)
         other.bytes = self._sealed.sign(self._data, to)
@@ -199,26 +205,30 @@ class Pickled:
 
 def _reason(value: Any, op: str, rank: int, error: Exception) -> str:
     kind = type(value)
+    given = f"{op}: rank {rank} gave a value of type {kind.__module__}.{kind.__qualname__} that"
+    if isinstance(error, NotPlainError):
+        return f"{given} is no plain data ({error}), with only_data=True; pass plain data, or no only_data on any rank"
     return (
-        f"{op}: rank {rank} gave a value of type {kind.__module__}.{kind.__qualname__} that cannot be pickled "
-        f"({type(error).__name__}: {error}); pass plain data, tensors, or functions and classes of a module's top level"
+        f"{given} cannot be pickled ({type(error).__name__}: {error}); pass plain data, tensors, or functions and "
+        "classes of a module's top level"
     )
 
 
 class Sealed:
     """One operation on objects, for the signatures of what is sent in it."""
 
-    def __init__(self, seal: Seal, op: str, rank: int) -> None:
+    def __init__(self, seal: Seal, op: str, rank: int, only_data: bool) -> None:
         self.op = op
         self.rank = rank
+        self.only_data = only_data
         self._seal = seal
         self._number = seal.next_number()
 
     def sign(self, content: bytes, to: int = ALL) -> torch.Tensor:
         return self._seal.sign(content, self.op, self._number, self.rank, to)
 
-    def unpickled(self, received: torch.Tensor, source: int, to: int = ALL) -> Any:
-        value = pickle.loads(self._seal.verified(received, self.op, self._number, source, to))
-        if isinstance(value, Refusal):
-            raise UsageError(value.reason)
-        return value
+    def value(self, received: torch.Tensor, source: int, to: int = ALL) -> Any:
+        content = self._seal.verified(received, self.op, self._number, source, to)
+        if content[:1] == _REFUSAL:
+            raise UsageError(content[1:].decode("utf-8", "replace"))
+        return object_of_bytes(content, f"{self.op}: what came as rank {source}'s object", self.only_data)

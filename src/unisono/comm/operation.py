@@ -8,7 +8,8 @@ that the transport refuses is an error on this rank alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, SupportsIndex
 
@@ -28,6 +29,20 @@ Outcome = Any
 Tensor = torch.Tensor
 _MOST_DIMS = 64  # that torch gives a tensor
 Message = tuple[torch.Tensor, int]  # a tensor, and the rank it goes to or comes from
+
+
+_refused_because: list[str] = []  # of `no_communication`
+
+
+@contextlib.contextmanager
+def no_communication(why: str) -> Iterator[None]:
+    """In the block, which one rank runs while the others wait, an operation on real ranks is a UsageError: nobody would
+    answer it, and the next one of the others would be taken for the answer."""
+    _refused_because.append(why)
+    try:
+        yield
+    finally:
+        _refused_because.pop()
 
 
 @dataclass
@@ -117,6 +132,8 @@ class CommunicatorBase:
 
         The outcome is `result`, or where that is None what the transfer's finish returns. log: where not `_log`.
         """
+        if _refused_because and not self.is_simulated:
+            raise UsageError(f"{op} among {self.size} ranks, {_refused_because[-1]}")
         watchdog = self._watchdog
         if log is None:
             log = self._log

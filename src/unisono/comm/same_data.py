@@ -46,7 +46,7 @@ _GIVEN = (
 
 def require_same_batch(batch: Any, comm: Communicator, refusal: str = _READ) -> None:
     """UsageError on every rank where one has another batch; every rank calls it."""
-    everyone = comm.all_gather_object(_digest(batch))
+    everyone = comm.all_gather_object(_digest(batch), only_data=True)
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             raise UsageError(refusal.format(rank=comm.ranks[rank], first=comm.ranks[0]))

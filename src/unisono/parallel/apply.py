@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from unisono.comm.communicator import Communicator
 from unisono.comm.rendezvous import world
+from unisono.comm.signatures.plain_data import is_plain
 from unisono.errors import TaskError, UsageError
 from unisono.mesh.deferred_init.deferred_model import DeferredModel, build_now, defer_init
 from unisono.mesh.deferred_init.seeded_init import in_dtype
@@ -173,11 +174,11 @@ def parallelize(
         deferred = deferred.rebuilt("its forward cannot be run tensor by tensor, to see what each stage of it uses")
         full = deferred.model
     mesh = Mesh(plan.shape, AXES).connect()  # the first time that ranks communicate
-    if not all(comm.all_gather_object(deferred.is_deferred)) and deferred.is_deferred:
+    if not all(comm.all_gather_object(deferred.is_deferred, only_data=True)) and deferred.is_deferred:
         deferred, shown = deferred.rebuilt("another rank could not build its part alone"), None
         full = deferred.model
     if plan.tp > 1 and not are_rules_given:
-        rules = comm.broadcast_object(rules)  # ranks that search by themselves might differ
+        rules = comm.broadcast_object(rules, only_data=is_plain(rules))  # ranks that search by themselves might differ
     if isinstance(model, nn.Module):
         comm.broadcast_parameters(full)
     if on_ready is not None:
@@ -247,18 +248,19 @@ def _agreed(comm: Communicator, act: Callable[[], Trainer]) -> Trainer:
         failure = error
         words = " ".join(str(error).split())
         refusal = TaskError(f"rank {comm.rank} failed while the plan was applied: {type(error).__name__}: {words}")
-    found = next((each for each in comm.all_gather_object(_kind_and_text(refusal)) if each is not None), None)
+    found = next(
+        (each for each in comm.all_gather_object(_is_task_error_and_text(refusal), only_data=True) if each is not None),
+        None,
+    )
     if found is not None:
-        kind, reported = found
-        raise kind(reported) from failure
+        is_task_error, reported = found
+        raise (TaskError if is_task_error else UsageError)(reported) from failure
     assert trainer is not None
     return trainer
 
 
-def _kind_and_text(refusal: UsageError | None) -> tuple[type[UsageError], str] | None:
-    if refusal is None:
-        return None
-    return TaskError if isinstance(refusal, TaskError) else UsageError, str(refusal)
+def _is_task_error_and_text(refusal: UsageError | None) -> tuple[bool, str] | None:
+    return None if refusal is None else (isinstance(refusal, TaskError), str(refusal))
 
 
 def _checked(make: Callable[[Any], Optimizer]) -> Callable[[Any], Optimizer]:

@@ -274,7 +274,8 @@ class OwnLoop:
             return self._gathered_where(outputs, known.outputs, lengths)
         kind = (spec, tuple(leaf.shape[1:] if isinstance(leaf, torch.Tensor) else None for leaf in leaves))
         if kind not in self._kinds:  # one rank's shape may look right by chance: all hear what each has found
-            refusal = next(filter(None, self._data.all_gather_object(_without_samples(outputs, mine))), None)
+            found = self._data.all_gather_object(_without_samples(outputs, mine), only_data=True)
+            refusal = next(filter(None, found), None)
             if refusal is not None:
                 raise UsageError(refusal)
             self._kinds.add(kind)
@@ -289,7 +290,9 @@ class OwnLoop:
             dim = where.dim if isinstance(leaf, torch.Tensor) and where is not None else None
             found.append(divmod(0 if dim is None else leaf.shape[dim], max(lengths[self._data.rank], 1)))
         if not min(lengths):  # a rank without samples cannot see it
-            found = [max(of_ranks) for of_ranks in zip(*self._data.all_gather_object(found), strict=True)]
+            found = [
+                max(of_ranks) for of_ranks in zip(*self._data.all_gather_object(found, only_data=True), strict=True)
+            ]
         for number, ((path, leaf), where, (times, rest)) in enumerate(
             zip(tree_flatten_with_path(outputs)[0], output_dims, found, strict=True)
         ):

@@ -35,7 +35,8 @@ def joined(
     if len(parts) == 1 and comm.size == 1:
         return parts[0]
     # A part may look right by chance: so that no rank waits for one that refuses, all hear what each has found.
-    wrong = next(filter(None, comm.all_gather_object(_fault(parts, batch_sizes, output_dims, may_lack_samples))), None)
+    fault = _fault(parts, batch_sizes, output_dims, may_lack_samples)
+    wrong = next(filter(None, comm.all_gather_object(fault, only_data=True)), None)
     if wrong:
         raise UsageError(f"predict: {wrong}")
     flat = [tree_flatten(part) for part in parts]

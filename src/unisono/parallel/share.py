@@ -18,6 +18,7 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from unisono.comm.same_data import SameBatch
+from unisono.comm.signatures.records import plain_record
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random.state import SampleDim
@@ -27,6 +28,7 @@ from unisono.plan.plan import DATA, Plan
 BatchDim = Any  # an int or None for all tensors below, or the structure of a batch with such instead of tensors
 
 
+@plain_record
 class Share(NamedTuple):
     batch: Any  # of the same structure as the full batch; what is no tensor with samples is shared by all
     positions: range  # of its samples in the full batch

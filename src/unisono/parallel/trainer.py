@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map
 
+from unisono.comm.signatures.plain_data import is_plain
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.optimizers import can_be_skipped, fused
@@ -511,7 +512,9 @@ class Trainer:
         effect on each other. Every rank calls it."""
         are_apart = self.context is None and self.plan.ep == 1 and not isinstance(self.loss, GatheredLoss)
         are_apart = are_apart and not has_batchnorm(self.model) and not self._has_moe
-        return are_apart if self.pipeline is None else all(self.mesh.comm("pp").all_gather_object(are_apart))
+        if self.pipeline is None:
+            return are_apart
+        return all(self.mesh.comm("pp").all_gather_object(are_apart, only_data=True))
 
     def _is_spare(self, part: Share) -> bool:
         return self._runs_spare and not len(part.positions) and part.spare is not None
@@ -533,7 +536,7 @@ class Trainer:
         comm = self.mesh.comm(*DATA)
         few = [batch_slice(mine.batch, 0, 2, self.batch_dim)]
         if comm.size > 1:
-            few = comm.all_gather_object(few[0])
+            few = comm.all_gather_object(few[0], only_data=is_plain(few[0]))
         samples, refusal = None, None
         try:
             together = joined_batches(few, self.batch_dim)
@@ -542,7 +545,7 @@ class Trainer:
                     samples = find_samples(self.model, together, self.batch_dim, loss, self.plan.microbatches)
         except UsageError as error:
             refusal = str(error)
-        for message in self.mesh.comm(*self.mesh.names).all_gather_object(refusal):
+        for message in self.mesh.comm(*self.mesh.names).all_gather_object(refusal, only_data=True):
             if message is not None:
                 raise UsageError(message)
         return samples

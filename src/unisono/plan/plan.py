@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from unisono.amounts import parse_bytes
+from unisono.comm.signatures.records import plain_record
 from unisono.errors import UsageError, did_you_mean
 from unisono.plan.schedules import schedule as schedules
 
@@ -34,6 +35,7 @@ _LONGEST = 500  # characters of a plan in words
 _SHORT = {"sequence": "sp"}
 
 
+@plain_record
 @dataclass(frozen=True)
 class Plan:
     """How a job is split. Every field has the value that changes nothing, so Plan() is one device.

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from unisono.comm.communicator import Communicator
+from unisono.comm.operation import no_communication
 from unisono.errors import UsageError
 from unisono.plan.hardware.spec import Hardware
 from unisono.plan.plan import Plan
@@ -50,7 +51,7 @@ def choose(job: Job, comm: Communicator, device: torch.device, options: Any, *, 
     search, choices = _planned(job, comm, hardware, _RANKED if with_race else 1)
     if job.compile:  # the cost model knows operations, and not how they are fused
         choices = [replace(each, plan=each.plan.but(compile=True)) for each in choices]
-    room = hardware.usable_memory - max(comm.all_gather_object(_given_bytes(job, device)))
+    room = hardware.usable_memory - max(comm.all_gather_object(_given_bytes(job, device), only_data=True))
     most = _COMPILED if job.compile else _REPLAYED
     entrants = [each for each in _diverse(choices, most) if (each.memory or 0) <= room]  # beside the user's own module
     is_plain = choices[0].plan.but(compile=False) == Plan()  # one device that does nothing else: nothing is faster
@@ -76,25 +77,31 @@ def prediction(plan: Plan, job: Job, comm: Communicator, device: torch.device, o
     return choice if seconds is None else replace(choice, seconds=seconds)
 
 
+_APPLIED = (
+    "in a prediction by one of them: a plan has changed the module in place; pass a function that builds the model"
+)
+
+
 def _planned(
     job: Job, comm: Communicator, hardware: Hardware, top: int, plan: Plan | None = None
 ) -> tuple[Search | None, list[Choice]]:
     """The best plans by the cost model, or the plan that is given; the search on rank 0."""
     search: Search | None = None
-    found: list[Choice] | UsageError | None = None
+    found: list[Choice] | str | None = None
     if comm.rank == 0:
         try:
-            search = Planner(job.task(), hardware, cudagraph=job.cudagraph).search(comm.size)
-            found = _ranked(search, top, plan)
+            with no_communication(_APPLIED):
+                search = Planner(job.task(), hardware, cudagraph=job.cudagraph).search(comm.size)
+                found = _ranked(search, top, plan)
         except Exception as error:
             if search is not None and plan is None and isinstance(error, UsageError):
-                found = error
+                found = str(error)
             else:  # the cost model does not cover the job, or a plan given by hand; rank 0 must not fail alone
                 first = str(error).splitlines()[0] if str(error) else type(error).__name__
                 found = [Choice(plan or Plan(dp=comm.size), note=f"not predicted: {first}")]
-    found = comm.broadcast_object(found)
-    if isinstance(found, UsageError):
-        raise found
+    found = comm.broadcast_object(found, only_data=True)
+    if isinstance(found, str):
+        raise UsageError(found)
     assert found is not None
     return search, found
 
@@ -156,4 +163,4 @@ def _with_reasons(search: Search | None, best: Choice, comm: Communicator) -> Ch
                 why.append((each.change, f"{slower:+.0%} (measured)"))
             elif not best.race or each.seconds is None or each.seconds >= judged.seconds:
                 why.append((each.change, each.reason))
-    return replace(best, why=comm.broadcast_object(why))
+    return replace(best, why=comm.broadcast_object(why, only_data=True))

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from unisono.amounts import format_bytes, format_seconds
+from unisono.comm.signatures.records import plain_record
 from unisono.graph.program.program import Model
 from unisono.parallel.loss.loss import Loss
 from unisono.parallel.share import BatchDim
@@ -17,6 +18,7 @@ from unisono.parallel.task import Task
 from unisono.plan.plan import Plan
 
 
+@plain_record
 class Lap(NamedTuple):
     """An entrant of a race (race.py)."""
 
@@ -26,6 +28,7 @@ class Lap(NamedTuple):
     reason: str = ""  # why there is no measurement
 
 
+@plain_record
 @dataclass(frozen=True)
 class Choice:
     """A plan, and what is predicted of it."""

@@ -69,7 +69,7 @@ def _steps(plan: Plan, job: Job, comm: Communicator, device: torch.device, optio
     try:
         if plan.compile:
             step()  # compiles
-        first = max(comm.all_gather_object(step()))
+        first = max(comm.all_gather_object(step(), only_data=True))
         return [step() for _ in range(_STEPS if first < _LONG else 1)]
     except Exception as error:
         error.add_note(f'in the race of plan="auto", under {plan}; race=False and --no-race leave the race out')

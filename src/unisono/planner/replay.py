@@ -16,7 +16,6 @@ import gc
 import statistics
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,6 +26,7 @@ from torch import nn
 
 from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
+from unisono.comm.signatures.records import plain_record
 from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.inputs import cloned
 from unisono.parallel.meta.meta_tensors import deep_copy
@@ -50,6 +50,7 @@ _BACKWARD = 2 / 3  # of a step's computation: what messages of gradients can hid
 Found = TypeVar("Found")
 
 
+@plain_record
 class Message(NamedTuple):
     """An operation of a communicator: its name, the ranks that take part (of a send, from and to), and this rank's
     bytes."""
@@ -59,13 +60,14 @@ class Message(NamedTuple):
     size: int
 
 
+@plain_record
 @dataclass
 class RankReplay:
     """What one rank measured."""
 
     plan: Plan
     seconds: float = 0.0  # of a step, without communication
-    messages: Counter[Message] = field(default_factory=Counter)  # of a step
+    messages: dict[Message, int] = field(default_factory=dict)  # how many of a step
     replicas: tuple[int, ...] = ()  # ranks that have the same parameters as this one
     schedule: Schedule | None = None  # of a pipeline
     neighbours: tuple[int, ...] = ()  # ranks of its pipeline
@@ -118,7 +120,8 @@ def _note(found: RankReplay, rank: int, record: traffic.CommRecord) -> None:
     ranks = (rank, *record.ranks) if record.op == "send" else record.ranks
     if len(ranks) > 1:
         size = 0 if record.tensor is None else record.tensor.numel() * record.tensor.element_size()
-        found.messages[Message(record.op, ranks, size)] += 1
+        message = Message(record.op, ranks, size)
+        found.messages[message] = found.messages.get(message, 0) + 1
 
 
 @contextlib.contextmanager
@@ -262,7 +265,7 @@ def on_all_ranks(
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    found: list[tuple[Any, str]] = comm.all_gather_object((mine, error))
+    found: list[tuple[Any, str]] = comm.all_gather_object((mine, error), only_data=True)
     failed = next((f"rank {rank}: {error}" for rank, (_, error) in enumerate(found) if error), "")
     return [value for value, _ in found], failed
 

@@ -53,7 +53,11 @@ def save(state: State, path: str | os.PathLike[str], *, overwrite: bool = False)
     block = min(_BLOCK, len(array))
     mine = [_digest(array[at : at + block]) for at in range(0, len(array), block)]
     error = _written(growing / _shard(index), lambda file: _write_array(file, array))
-    gathered = [(index, mine, error)] if state.comm is None else state.comm.all_gather_object((index, mine, error))
+    gathered = (
+        [(index, mine, error)]
+        if state.comm is None
+        else state.comm.all_gather_object((index, mine, error), only_data=True)
+    )
     digests = {index: mine for index, mine, _ in gathered}
     error = next((failed for _, _, failed in gathered if failed), "")
     if state.rank == 0 and not error:
@@ -72,7 +76,7 @@ def save(state: State, path: str | os.PathLike[str], *, overwrite: bool = False)
         text = json.dumps(manifest).encode()
         error = _written(growing / "manifest.json", lambda file: file.write(text)) or _published(growing, folder)
     if state.comm is not None:
-        error = state.comm.broadcast_object(error)
+        error = state.comm.broadcast_object(error, only_data=True)
     if error:
         if state.rank == 0:
             shutil.rmtree(growing, ignore_errors=True)

@@ -658,7 +658,7 @@ class Engine:
         own = {name for name, _ in self.ready.model.named_parameters()}
         mine = {name: about for name, about in shapes_here(self.ready).items() if name in own}
         full: dict[str, Any] = {}
-        for theirs in self.ready.mesh.comm("pp").all_gather_object(mine):
+        for theirs in self.ready.mesh.comm("pp").all_gather_object(mine, only_data=True):
             full |= theirs
         model = self._model if isinstance(self._model, nn.Module) else self.ready.model
         return {"name": type(model).__name__, "parameters": sum(math.prod(shape) for shape, _ in full.values())}

@@ -316,7 +316,7 @@ class Fit:
         """Whether a callback ends the run, on any rank; why is then in the history."""
         if not any(each.ends_runs for each in self._given):
             return False
-        reasons = self.engine.comm.all_gather_object(asked[0].reason if asked else "")
+        reasons = self.engine.comm.all_gather_object(str(asked[0].reason) if asked else "", only_data=True)
         self.history.stopped = next(filter(None, reasons), "")
         return bool(self.history.stopped)
 
@@ -374,7 +374,7 @@ class Fit:
         """Gather the peak memory of all ranks, and look for a straggler."""
         comm = self.engine.comm
         own, passed = self._busy.own_seconds()
-        seen = comm.all_gather_object((peak_memory(), own, passed, comm.host))
+        seen = comm.all_gather_object((peak_memory(), own, passed, comm.host), only_data=True)
         info.memory = tuple(memory for memory, *_ in seen)
         passed = max(passed for *_, passed, _ in seen)
         info.slow = straggler_message([own for _, own, *_ in seen], passed, [host for *_, host in seen])
@@ -455,7 +455,7 @@ class Fit:
         newest = None if self._memory is None or not is_restart else self._memory.newest_good()
         if newest is not None and self._memory is not None:
             on_disk = [] if self._checkpoints is None else self._checkpoints.steps()
-            if newest.step >= max(self.engine.comm.broadcast_object(on_disk), default=-1):
+            if newest.step >= max(self.engine.comm.broadcast_object(on_disk, only_data=True), default=-1):
                 self._load(self._memory, "memory")
                 self._in_memory = newest.step
                 return True

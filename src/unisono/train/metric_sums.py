@@ -45,7 +45,9 @@ class MetricSums:
         local, self._local = {name: part.cpu() for name, part in self._local.items()}, {}
         mesh = self._trainer.mesh
         if self._lengths is None:
-            lengths = mesh.comm("pp").all_gather_object({name: len(part) for name, part in local.items()})
+            lengths = mesh.comm("pp").all_gather_object(
+                {name: len(part) for name, part in local.items()}, only_data=True
+            )
             self._lengths = max(lengths, key=len)  # only the last stage has outputs
         length = self._lengths
         none = {name: torch.zeros(length[name], dtype=torch.double) for name in self._metrics}

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from unisono.comm.rendezvous import world
+from unisono.comm.signatures.records import plain_record
 from unisono.parallel.share import Share
 from unisono.parallel.trainer import Trainer
 from unisono.plan.schedules.action import Action
@@ -21,6 +22,7 @@ from unisono.plan.schedules.action import Action
 Batch = tuple[Any, Any] | Share
 
 
+@plain_record
 class NonFinite(NamedTuple):
     stage: int  # of the pipeline
     order: int  # among the stage's modules, by the end of their forward
@@ -33,7 +35,7 @@ def origin(trainer: Trainer, batch: Batch) -> str:
     before = nonfinite_parameter(trainer) or _first_of_ranks(_in_batch(batch))
     if before:
         return before
-    everyone = enumerate(comm.all_gather_object(_in_step(trainer, batch)))
+    everyone = enumerate(comm.all_gather_object(_in_step(trainer, batch), only_data=True))
     findings = [(each, rank) for rank, each in everyone if each is not None]
     if not findings:
         return "every module's output is finite: it comes from the loss function"
@@ -47,7 +49,7 @@ def nonfinite_parameter(trainer: Trainer) -> str:
 
 
 def _first_of_ranks(mine: str) -> str:
-    return next((text for text in world.world().all_gather_object(mine) if text), "")
+    return next((text for text in world.world().all_gather_object(mine, only_data=True) if text), "")
 
 
 def _in_parameters(trainer: Trainer) -> str:

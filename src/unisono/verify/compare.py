@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from unisono.comm.communicator import Communicator
+from unisono.comm.signatures.records import plain_record
 from unisono.verify.float64 import wide
 from unisono.verify.training_record import Tensors, TrainingRecord
 
@@ -39,6 +40,7 @@ _MOST_SENSITIVE = 1e-4
 _MOST_SENSITIVE_LATER = 0.1
 
 
+@plain_record
 @dataclass(frozen=True)
 class WorstDeviation:
     """The largest relative deviation among the tensors of one kind."""
@@ -49,6 +51,7 @@ class WorstDeviation:
     compared: int  # tensors of this kind
 
 
+@plain_record
 @dataclass(frozen=True)
 class Verdict:
     plan: str

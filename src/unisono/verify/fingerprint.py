@@ -26,6 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.comm.communicator import Communicator
+from unisono.comm.signatures.records import plain_record
 from unisono.mesh.named_groups import NamedParameters
 from unisono.mesh.random.state import RandomState
 from unisono.parallel.expert.expert import collect_aux
@@ -71,6 +72,7 @@ class TrainingSetup:
     step: int = 0  # which one it is: random numbers depend on it
 
 
+@plain_record
 @dataclass
 class FingerprintRecord(TrainingRecord):
     """A record of one training step that holds fingerprints. Its `parameters` are their updates, instead of values."""
@@ -82,6 +84,7 @@ class FingerprintRecord(TrainingRecord):
     dtype: torch.dtype = torch.float32  # in which it was computed
 
 
+@plain_record
 @dataclass(frozen=True)
 class Deviation:
     kind: str  # loss, gradient, update, buffer, replica
@@ -431,7 +434,7 @@ def farthest(of_ranks: Sequence[Sequence[Deviation]]) -> list[Deviation]:
 
 def replica_difference(comm: Communicator, planned: FingerprintRecord) -> Deviation:
     """The worst deviation of what any rank holds from what rank 0 holds of the same name; every rank calls it."""
-    everyone = comm.all_gather_object(planned.replicas)
+    everyone = comm.all_gather_object(planned.replicas, only_data=True)
     worst = Deviation("replica", "", 0.0, TOLERANCE[planned.dtype])
     for rank, theirs in enumerate(everyone[1:], 1):
         both = [name for name in theirs if name in everyone[0]]

@@ -15,6 +15,7 @@ import torch
 
 from unisono.amounts import ranks_in_words
 from unisono.comm.communicator import Communicator
+from unisono.comm.signatures.records import plain_record
 from unisono.parallel.layout import Split
 from unisono.plan.plan import AXES, COPIES, Plan
 from unisono.verify.float64 import wide
@@ -24,6 +25,7 @@ Tensors = dict[str, torch.Tensor]
 _EXACT = 1e-6  # relative: a factor this close to a count is that count
 
 
+@plain_record
 @dataclass(frozen=True)
 class _Divergence:
     """The first on one rank."""
@@ -48,7 +50,8 @@ def find_first_divergence(
     records: of the plain model and under the plan; they show what differs where no activation does.
     """
     found, compared = _first_on_this_rank(plan, comm.rank, plain, mine, tolerance)
-    everyone: list[tuple[_Divergence | None, list[str]]] = comm.all_gather_object((found, compared))
+    everyone: list[tuple[_Divergence | None, list[str]]]
+    everyone = comm.all_gather_object((found, compared), only_data=True)
     diverging = [(each, rank) for rank, (each, _) in enumerate(everyone) if each is not None]
     if not diverging and records is None:
         return "activations agree, what follows does not"
@@ -108,7 +111,9 @@ def after_the_forward(comm: Communicator, plain: TrainingRecord, planned: Traini
         )
     else:
         reported = f", and so do the first gradients, {_after_the_backward(plain, planned, tolerance)}"
-    settings = _settings(plain, comm.all_gather_object(planned.settings))  # by every rank, whatever differs on it
+    settings = _settings(
+        plain, comm.all_gather_object(planned.settings, only_data=True)
+    )  # by every rank, whatever differs on it
     return (
         f", and so do the first gradients, but {settings}"
         if settings and reported.startswith(", and so do")

@@ -14,7 +14,6 @@ everything back. Where they differ by more than rounding, the run stops before a
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import time
@@ -34,6 +33,7 @@ from unisono.amounts import format_seconds
 from unisono.comm.communicator import Communicator
 from unisono.comm.rendezvous import world
 from unisono.comm.rendezvous.solo import alone
+from unisono.comm.signatures.plain_data import is_plain
 from unisono.errors import PlanMismatch, UnisonoError, UsageError
 from unisono.launch import environment
 from unisono.mesh.deferred_init.deferred_model import DeferredModel, tensors_in
@@ -233,7 +233,7 @@ class _Proof:
         started = time.perf_counter()
         self._obstacle = obstacle_in(deferred.model)
         is_large = not self._obstacle and self._level == "auto" and not fits(deferred.model)
-        if any(self._comm.all_gather_object(is_large)):
+        if any(self._comm.all_gather_object(is_large, only_data=True)):
             self._reduced, self._blocks = reduced_model(deferred, self._plan)
             if self._reduced is None:
                 self._obstacle = (
@@ -272,7 +272,7 @@ class _Proof:
             if not isinstance(failure, UsageError):
                 sentence = f"one device fails on the first batch, without any plan: {type(failure).__name__}: {failure}"
         mine = (self._samples, self._is_quick, self._obstacle, sentence)
-        self._samples, self._is_quick, self._obstacle, sentence = self._comm.broadcast_object(mine)
+        self._samples, self._is_quick, self._obstacle, sentence = self._comm.broadcast_object(mine, only_data=True)
         if sentence:
             raise UsageError(sentence) from failure
 
@@ -301,7 +301,9 @@ class _Proof:
         """For a trainer that was made without an example: its first batch is one."""
         started = time.perf_counter()
         if isinstance(batch, Share):
-            batch = full_batch_of(trainer.mesh.comm(*DATA).all_gather_object(batch), self._dim)
+            batch = full_batch_of(
+                trainer.mesh.comm(*DATA).all_gather_object(batch, only_data=is_plain(batch)), self._dim
+            )
         if self._reduced is None and not self._obstacle:
             self._follow(trainer)
             failure = None
@@ -363,12 +365,14 @@ class _Proof:
         )
 
     def _compared(self, trainer: Trainer, batch: tuple[Any, Any]) -> list[Deviation]:
-        plain = self._comm.broadcast_object(_without_activations(self._plain))
+        mine = None if self._plain is None else replace(self._plain, activations={})
+        plain = self._comm.broadcast_object(mine, only_data=True)
         self._dtype = plain.dtype
         some: Any = self._some_of(trainer, batch)
         some = share(some, *trainer.part, self._dim) if trainer.batch == "local" else some
         planned = planned_step(trainer, some, plain)
-        found = farthest(self._comm.all_gather_object(differences(plain, planned, has_history=trainer.steps > 0)))
+        own = differences(plain, planned, has_history=trainer.steps > 0)
+        found = farthest(self._comm.all_gather_object(own, only_data=True))
         found.append(replica_difference(self._comm, planned))
         if any(each.is_fault for each in found):
             raise PlanMismatch(self._diagnosis(plain, planned, found))
@@ -376,14 +380,14 @@ class _Proof:
 
     def _some_of(self, trainer: Trainer, batch: tuple[Any, Any]) -> tuple[Any, Any]:
         """The samples that are used; of ranks that have samples of their own, all take part in a step on rank 0's."""
-        batch = self._comm.broadcast_object(batch) if trainer.batch == "local" else batch
+        batch = self._comm.broadcast_object(batch, only_data=is_plain(batch)) if trainer.batch == "local" else batch
         return first_samples(batch, self._samples, self._dim)
 
     def _in_float64(self, trainer: Trainer, batch: tuple[Any, Any], found: list[Deviation]) -> list[Deviation]:
         """For a small model, the same once more on copies of it, where rounding hides nothing."""
         if self.make is None or self._dtype != torch.float32 or trainer.steps:
             return found
-        if not self._comm.broadcast_object(self._is_quick and self.seconds_to_apply < _QUICK):
+        if not self._comm.broadcast_object(self._is_quick and self.seconds_to_apply < _QUICK, only_data=True):
             return found
         some, make = self._some_of(trainer, batch), self.make
 
@@ -415,7 +419,7 @@ class _Proof:
         limit = 10 * TOLERANCE[planned.dtype]
         activations = (plain.activations, planned.activations)
         where = find_first_divergence(self._comm, self._plan, *activations, limit, (plain, planned))
-        looks = self._comm.broadcast_object(guess_fault(self._plan, plain, planned))
+        looks = self._comm.broadcast_object(guess_fault(self._plan, plain, planned), only_data=True)
         faults = "; ".join(_shown(each) for each in found if each.is_fault)
         return self._sentence(faults, where, looks)
 
@@ -433,14 +437,6 @@ class _Proof:
         dtype = str(self._dtype).removeprefix("torch.")
         seconds = format_seconds(self._seconds, "s", 1)
         return f"plan {self._plan} proved on {subject}: worst gradient {worst:.0e} ({dtype}), {seconds}"
-
-
-def _without_activations(step: FingerprintRecord | None) -> FingerprintRecord | None:
-    if step is None:
-        return None
-    short = copy.copy(step)
-    short.activations = {}
-    return short
 
 
 def _shown(difference: Deviation) -> str:

@@ -248,7 +248,7 @@ def _full(trainer: Trainer, named: Tensors, of_gradients: bool = False) -> Tenso
         held[name] = torch.zeros_like(tensor) if local is None else _dense(local) if of_gradients else local
     full_tensors = full_tensors_of(list(held.values()), [layout_of(named[name]) for name in held], trainer.mesh)
     return merged_over_stages(
-        trainer.mesh, {name: full.cpu().clone() for name, full in zip(held, full_tensors, strict=True)}
+        trainer.mesh, {name: full.detach().cpu().clone() for name, full in zip(held, full_tensors, strict=True)}
     )
 
 
@@ -256,7 +256,7 @@ def with_gradients(mesh: Mesh, named: Tensors) -> set[str]:
     """What any rank of the stage has a gradient for: one that owns nothing of a parameter has none."""
     here = {name for name, tensor in named.items() if tensor.grad is not None}
     comm = mesh.comm(*(axis for axis in mesh.names if axis != "pp"))
-    return set().union(*comm.all_gather_object(here))
+    return set().union(*comm.all_gather_object(here, only_data=True))
 
 
 def merged_over_stages(mesh: Mesh, mine: Tensors) -> Tensors:
@@ -264,7 +264,7 @@ def merged_over_stages(mesh: Mesh, mine: Tensors) -> Tensors:
     if mesh.size("pp") == 1:
         return mine
     merged: Tensors = {}
-    for theirs in mesh.comm("pp").all_gather_object(mine):
+    for theirs in mesh.comm("pp").all_gather_object(mine, only_data=True):
         merged.update(theirs)
     return merged | mine  # in the order of all stages, on every rank
 
@@ -300,6 +300,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """The numbers that the optimizer was made with, where they are the same for all parameters."""
     groups = optimizer.param_groups
     numbers = {name: value for name, value in groups[0].items() if isinstance(value, int | float)} if groups else {}
+    numbers = {name: value if type(value) in (bool, int) else float(value) for name, value in numbers.items()}
     return {name: value for name, value in numbers.items() if all(group.get(name) == value for group in groups)}
 
 

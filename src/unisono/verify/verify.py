@@ -218,7 +218,9 @@ def verify_here(
     verdict = _judged(comm, plan, one_device, 0.0, planned, dtype, plain)
     rounding = 0.0
     if may_be_rounding(verdict, dtype):
-        rounding = comm.broadcast_object(rounding_of(plain or one_device.record(), dtype) if comm.rank == 0 else 0.0)
+        rounding = comm.broadcast_object(
+            rounding_of(plain or one_device.record(), dtype) if comm.rank == 0 else 0.0, only_data=True
+        )
         quiet = _planned(task, plan, steps, dtype, prepare, rounding)
         verdict = without_rounding(verdict, _judged(comm, plan, one_device, rounding, quiet, dtype))
     if may_be_sensitive(verdict, dtype):
@@ -251,7 +253,7 @@ def _beside_rounding(
     if comm.rank == 0:
         first = plain or reference.record(rounding)
         verdict = within_sensitivity(verdict, first, reference.record(rounding, noise=ROUNDING), dtype)
-    return comm.broadcast_object(verdict)
+    return comm.broadcast_object(verdict, only_data=True)
 
 
 class _LocalReference:
@@ -281,17 +283,18 @@ def _judged(
 ) -> Verdict:
     """The verdict of rank 0, which reads the plain record, on every rank; each adds how far its own copies are off."""
     reference.wait(rounding)
-    found: Verdict | UsageError | OneDeviceError | None = None
+    found: Verdict | tuple[bool, str] | None = None
     if comm.rank == 0:
         try:
             found = compared(plan, plain or reference.record(rounding), planned, dtype)
         except (UsageError, OneDeviceError) as error:
-            found = error
-    found = comm.broadcast_object(found)
-    if isinstance(found, Exception):
-        raise found
+            found = isinstance(error, OneDeviceError), str(error)
+    found = comm.broadcast_object(found, only_data=True)
+    if isinstance(found, tuple):
+        is_of_one_device, reported = found
+        raise OneDeviceError(reported) if is_of_one_device else UsageError(reported)
     assert found is not None
-    return comm.broadcast_object(with_agreement(comm, planned, found, TOLERANCE[dtype]))
+    return comm.broadcast_object(with_agreement(comm, planned, found, TOLERANCE[dtype]), only_data=True)
 
 
 def _planned(task: Task, plan: Subject, steps: int, dtype: str, prepare: Any, rounding: float = 0.0) -> TrainingRecord:

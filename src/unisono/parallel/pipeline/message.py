@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from unisono.comm.signatures.records import plain_record
 from unisono.parallel.pipeline.skips import Label
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 Key = tuple[Any, ...]
 
 
+@plain_record
 @dataclass(frozen=True)
 class TensorForm:
     shape: tuple[int, ...]
@@ -37,6 +39,7 @@ class TensorForm:
         return torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
 
 
+@plain_record
 @dataclass(frozen=True)
 class MessageForm:
     """The positions of a message's tensors among the arguments of the block that it is for."""

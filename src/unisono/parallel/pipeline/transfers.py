@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,8 @@ import torch
 
 from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
+from unisono.comm.signatures.object_bytes import object_of_bytes, object_to_bytes
+from unisono.comm.signatures.plain_data import is_plain
 from unisono.parallel.pipeline.message import MessageForm, TensorForm
 
 # How many messages to one rank may be under way. One would do; more only keep more memory.
@@ -52,7 +53,10 @@ class Transfers:
 
     def send_form(self, form: MessageForm, to: int) -> None:
         number = self._comm.seal.next_number(("sent", to))
-        content = self._comm.seal.sign(pickle.dumps(form), _FORM, number, self._comm.rank, to).to(self._comm.device)
+        content = self._comm.seal.sign(
+            object_to_bytes(form, only_data=is_plain(form)), _FORM, number, self._comm.rank, to
+        )
+        content = content.to(self._comm.device)
         self.send([torch.tensor([content.numel()], device=self._comm.device), content], to)
 
     def receive_form(self, source: int) -> MessageForm:
@@ -61,7 +65,9 @@ class Transfers:
         (length,) = self.receive([TensorForm((1,), torch.int64)], source, device).wait()
         (content,) = self.receive([TensorForm((int(length),), torch.uint8)], source, device).wait()
         number = self._comm.seal.next_number(("received", source))
-        return pickle.loads(self._comm.seal.verified(content.cpu(), _FORM, number, source, self._comm.rank))
+        verified = self._comm.seal.verified(content.cpu(), _FORM, number, source, self._comm.rank)
+        form: MessageForm = object_of_bytes(verified, f"what came as {_FORM} of rank {source}")
+        return form
 
     def settle(self) -> None:
         """Wait until everything sent has arrived."""

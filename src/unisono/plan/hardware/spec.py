@@ -12,6 +12,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 
 from unisono.amounts import shortfall
+from unisono.comm.signatures.records import plain_record
 from unisono.errors import UsageError
 
 # ---- curves ----------------------------------------------------------------------------------------------------------
@@ -44,6 +45,7 @@ def seconds_at(curve: Curve, size: float) -> float:
 # ---- the machine -----------------------------------------------------------------------------------------------------
 
 
+@plain_record
 @dataclass(frozen=True)
 class Link:
     """A link between devices, alpha-beta: `latency` seconds a message, `bandwidth` bytes a second in each direction."""
@@ -54,6 +56,7 @@ class Link:
     ranks: int = 0
 
 
+@plain_record
 @dataclass(frozen=True)
 class Hardware:
     """A machine of nodes with equal devices."""

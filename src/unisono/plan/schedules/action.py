@@ -19,10 +19,13 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from unisono.comm.signatures.records import plain_record
+
 Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 COMPUTE: frozenset[Kind] = frozenset(("F", "B", "I", "W"))
 
 
+@plain_record
 class Action(NamedTuple):
     """One action of one rank. `peer` is the other rank of a transfer and None for what computes."""
 

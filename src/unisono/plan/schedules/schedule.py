@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
 
+from unisono.comm.signatures.records import plain_record
 from unisono.errors import UsageError
 from unisono.plan.schedules.action import COMPUTE, Action, Kind, Lists
 from unisono.plan.schedules.fill_drain import fill_drain
@@ -23,6 +24,7 @@ from unisono.plan.schedules.one_f_one_b import interleaved, one_f_one_b
 from unisono.plan.schedules.zero_bubble import zb1p, zbv
 
 
+@plain_record
 @dataclass(frozen=True)
 class Schedule:
     """Who does what in which order. Make one with `schedule`; check one made by hand with `check`."""

@@ -24,6 +24,7 @@ import torch
 
 from unisono.comm.communicator import Communicator
 from unisono.comm.rendezvous import world
+from unisono.comm.signatures.records import plain_record
 from unisono.errors import UsageError
 from unisono.launch.spawn import spawn
 from unisono.plan.hardware.spec import Curve, Hardware, Link
@@ -41,9 +42,9 @@ def hardware_here(comm: Communicator, device: torch.device) -> Hardware:
     """What this job runs on: the file that UNISONO_HARDWARE names, or what an earlier job with as many ranks measured
     here, or what the ranks measure now, in a second or two. Every rank calls it and has the same answer."""
     file = _cache_file(comm, device)
-    known = comm.broadcast_object(_known(file) if comm.rank == 0 else None)
-    if isinstance(known, UsageError):
-        raise known
+    known = comm.broadcast_object(_known(file) if comm.rank == 0 else None, only_data=True)
+    if isinstance(known, str):
+        raise UsageError(known)
     if known is None:
         # The user's random numbers are as if nothing had been measured.
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -98,11 +99,12 @@ def measured_by(comm: Communicator, device: torch.device, care: Care) -> Hardwar
         clock = Clock(comm, device, care.rounds, care.seconds)
         amid_work = len(busy) == comm.size and device.type != "cuda"
         mine["links"] = links(comm, care, clock.time, amid_work, device)
-    figures = comm.all_gather_object(mine) if comm.size > 1 else [mine]
+    figures = comm.all_gather_object(mine, only_data=True) if comm.size > 1 else [mine]
     counted = [each for each in figures if "flops" in each]
     return _hardware(counted, _joined(figures), device, locations, sum(cores.values()))
 
 
+@plain_record
 class _RankLocation(NamedTuple):
     """Where a rank runs."""
 
@@ -117,7 +119,7 @@ def _rank_locations(comm: Communicator, device: torch.device) -> list[_RankLocat
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     mine = _RankLocation(comm.host, comm.local_rank, frozenset(cores), gpu)
-    return comm.all_gather_object(mine) if comm.size > 1 else [mine]
+    return comm.all_gather_object(mine, only_data=True) if comm.size > 1 else [mine]
 
 
 def _computing(clock: Clock) -> Figures:
@@ -217,13 +219,13 @@ def _cache_file(comm: Communicator, device: torch.device) -> Path:
     return cache_folder() / f"hardware-{comm.backend}-{comm.size}-{key}.toml"
 
 
-def _known(file: Path) -> Hardware | UsageError | None:
-    """The user's file, or what was measured: None where there is none, or none that this version can read."""
+def _known(file: Path) -> Hardware | str | None:
+    """The user's file, or why it cannot be read; or what was measured, None where this version can read none."""
     named = os.environ.get(HARDWARE)
     try:
         return read_hardware(named or file) if named or file.is_file() else None
     except (UsageError, OSError) as error:
-        return UsageError(str(error)) if named else None
+        return str(error) if named else None
 
 
 def _write(file: Path, hardware: Hardware) -> None:

@@ -131,7 +131,7 @@ def known(comm: Communicator) -> SharedStaging | None:
 
 def _made(comm: Communicator, slot: int) -> SharedStaging | None:
     here = [rank for rank in range(comm.size) if comm.hosts[rank] == comm.hosts[comm.rank]]
-    gathered = comm.all_gather_object((f"{_FOLDER}/unisono-{secrets.token_hex(8)}", os.getpid()))
+    gathered = comm.all_gather_object((f"{_FOLDER}/unisono-{secrets.token_hex(8)}", os.getpid()), only_data=True)
     names, pids = [name for name, _ in gathered], [pid for _, pid in gathered]
     maps = _opened(comm, names, here, _LINE * comm.size + SLOTS * slot)
     able = maps is not None and importlib.util.find_spec("numba") is not None and all(_alive(pids[r]) for r in here)

@@ -263,10 +263,10 @@ class Checkpoints:
 
     def _from_first(self, value: Any) -> Any:
         """The value of rank 0."""
-        return world.world().broadcast_object(value) if self._ranks > 1 else value
+        return world.world().broadcast_object(value, only_data=True) if self._ranks > 1 else value
 
     def _from_all(self, value: Any) -> list[Any]:
-        return world.world().all_gather_object(value) if self._ranks > 1 else [value]
+        return world.world().all_gather_object(value, only_data=True) if self._ranks > 1 else [value]
 
 
 def _hint(folder: Path) -> str:
@@ -285,6 +285,6 @@ def _shapes(trainer: Trainer) -> Shapes:
     if trainer.mesh.size("pp") == 1:
         return mine
     full: Shapes = {}
-    for theirs in trainer.mesh.comm("pp").all_gather_object(mine):
+    for theirs in trainer.mesh.comm("pp").all_gather_object(mine, only_data=True):
         full.update(theirs)
     return full

@@ -167,6 +167,6 @@ def _lock(fd: int) -> bool:
 
 def _raise_on_all(problem: str) -> None:
     """UsageError with rank 0's problem, if it has one."""
-    found: Any = world.world().broadcast_object(problem) if world.world_size() > 1 else problem
+    found: Any = world.world().broadcast_object(problem, only_data=True) if world.world_size() > 1 else problem
     if found:
         raise UsageError(found)

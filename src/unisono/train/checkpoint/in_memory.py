@@ -94,12 +94,12 @@ class MemoryCheckpoints(Checkpoints):
         saving.write()
         index = target.temporary / target.name(comm.rank, "json")
         part = None if saving.write_error else json.loads(index.read_text(encoding="utf-8"))
-        written = comm.all_gather_object((saving.write_error, part))
+        written = comm.all_gather_object((saving.write_error, part), only_data=True)
         self._require(step, [error for error, _ in written], target)
         parts = [each for _, each in written]
         if len(self._groups) > 1:
             error = self._replicate(target, [each["bytes"] for each in parts])
-            self._require(step, comm.all_gather_object(error), target)
+            self._require(step, comm.all_gather_object(error, only_data=True), target)
         if self._is_first_here:
             about = {"step": step, "plan": str(trainer.plan), "ranks": comm.size, "seed": trainer.random.seed}
             merged(parts, data=data_state, **about).write(target.temporary)
@@ -138,7 +138,7 @@ class MemoryCheckpoints(Checkpoints):
 
     def newest_good(self) -> Found | None:
         """The newest step of which the hosts that are left have every file; afterwards each of them has all."""
-        there = self._comm.all_gather_object(self._intact())
+        there = self._comm.all_gather_object(self._intact(), only_data=True)
         holders: dict[tuple[int, str], list[int]] = {}  # by step and file: the ranks that see it
         for rank, steps in enumerate(there):
             for step, _, _, intact in steps:
@@ -186,7 +186,7 @@ class MemoryCheckpoints(Checkpoints):
                     (folder / MANIFEST).write_text(text, encoding="utf-8")
                 except OSError as caught:
                     error = f"{caught.strerror or caught} ({folder})"
-        failures = [each for each in comm.all_gather_object(error) if each is not None]
+        failures = [each for each in comm.all_gather_object(error, only_data=True) if each is not None]
         if failures:
             raise CheckpointError(f"step {step} cannot be restored from memory: {failures[0]}")
 
@@ -197,7 +197,7 @@ class MemoryCheckpoints(Checkpoints):
 def hold(memory: Path) -> int:
     """Keep others from taking the memory for abandoned while this process lives; the descriptor of the lock."""
     memory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor = os.open(memory / _HELD, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(memory / _HELD, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     os.utime(descriptor)
     return descriptor

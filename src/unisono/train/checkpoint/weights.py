@@ -181,7 +181,7 @@ def _assemble(trainer: Trainer, path: Path, write: Callable[[Path], None]) -> No
             error = str(failure)
         shutil.rmtree(parts.folder, ignore_errors=True)
     comm = trainer.mesh.comm()
-    error = comm.broadcast_object(error) if comm.size > 1 else error
+    error = comm.broadcast_object(error, only_data=True) if comm.size > 1 else error
     if error is not None:
         raise CheckpointError(f"the weights were not written to {path}: {error}")
 
@@ -280,7 +280,7 @@ def _known_names(trainer: Trainer) -> set[str]:
     mine = set(_names(trainer.model)) | set(named_tensors(trainer))
     if trainer.mesh.size("pp") == 1:
         return mine
-    return set().union(*trainer.mesh.comm("pp").all_gather_object(mine))
+    return set().union(*trainer.mesh.comm("pp").all_gather_object(mine, only_data=True))
 
 
 def _matched(entries: list[Entry], source: Source, module: nn.Module) -> dict[str, str]:

@@ -113,7 +113,7 @@ class GivenBatches:
         return leaf.to(self.device) if isinstance(leaf, torch.Tensor) and self.device is not None else leaf
 
     def _require_equal_lengths(self) -> None:
-        lengths = self._comm.all_gather_object(self.batches)
+        lengths = self._comm.all_gather_object(self.batches, only_data=True)
         for rank, length in enumerate(lengths):
             if length is None:
                 raise UsageError(
