@@ -160,7 +160,7 @@ def parallelize(
             if is_batch_sharded:
                 samples = find_samples(
                     full, example, batch_dim, None if model_loss is not None else loss, plan.microbatches,
-                    may_mix=isinstance(loss, BatchLoss),
+                    may_mix=isinstance(loss, BatchLoss), looks_back=True,
                 )  # fmt: skip
             if plan.cp > 1:
                 require_tokenwise(full, example, "cp", model_loss=model_loss)
