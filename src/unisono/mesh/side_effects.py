@@ -69,6 +69,12 @@ def no_side_effects(*roots: Any) -> Iterator[Callable[[], set[str]]]:
         state.restore()
 
 
+def reaches(root: Any, targets: Iterable[Any]) -> bool:
+    """Whether the code of an object can reach any of the others, as a hook may whose closure holds a model."""
+    state = _State(root)
+    return any(state.covers((target,)) for target in targets)
+
+
 def recorded(*roots: Any) -> Callable[[], None]:
     """Record the state that the code of these objects can reach; calling what is returned restores it."""
     return _State(*roots).restore

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,9 +26,10 @@ from unisono.mesh.mesh import Mesh
 from unisono.mesh.named_groups import GroupedOptimizer
 from unisono.mesh.random.state import RandomState
 from unisono.mesh.side_effects import no_side_effects
+from unisono.parallel.checks.batch_statistics import require_full_batch_norms
 from unisono.parallel.checks.parameter_reads import ParameterReads
 from unisono.parallel.checks.preview import require_fitting_loss
-from unisono.parallel.checks.samples import find_samples
+from unisono.parallel.checks.samples import HoldsItself, find_samples
 from unisono.parallel.checks.separable import require_separable
 from unisono.parallel.checks.tokenwise import require_tokenwise
 from unisono.parallel.checks.updated_buffers import require_steady_buffers
@@ -158,10 +160,17 @@ def parallelize(
             require_fitting_loss(full, loss, example, batch_dim, of_loss)
             require_steady_buffers(full, plan, example, batch_dim)
             if is_batch_sharded:
-                samples = find_samples(
-                    full, example, batch_dim, None if model_loss is not None else loss, plan.microbatches,
-                    may_mix=isinstance(loss, BatchLoss), looks_back=True,
+                find = partial(
+                    find_samples, batch=example, dim=batch_dim, loss=None if model_loss is not None else loss,
+                    microbatches=plan.microbatches, may_mix=isinstance(loss, BatchLoss), looks_back=True,
                 )  # fmt: skip
+                try:
+                    samples = find(full)
+                except HoldsItself:
+                    deferred = deferred.rebuilt("a hook or a closure of it holds the model, of which no copy can be tried")
+                    full = deferred.model
+                    samples = find(full)
+                require_full_batch_norms(full, plan, example, batch_dim)
             if plan.cp > 1:
                 require_tokenwise(full, example, "cp", model_loss=model_loss)
         if plan.pp > 1:

@@ -36,7 +36,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 from unisono.errors import UsageError
 from unisono.mesh.global_index import Part
 from unisono.mesh.random.state import Key, RandomState, SampleDim
-from unisono.mesh.side_effects import no_side_effects
+from unisono.mesh.side_effects import no_side_effects, reaches
 from unisono.parallel.checks.sample_comparison import (
     FirstDifference,
     Found,
@@ -65,6 +65,10 @@ _FEW = 4
 _SMALL_META = 2 * 10**6  # parameters of a model without values that is given some to be tried
 
 Loss = Callable[[Any, Any], torch.Tensor]
+
+
+class HoldsItself(Exception):
+    """A hook or a closure of the model holds the model: what a copy would do is not what the model does."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,8 @@ def find_samples(
     may_mix: bool = False,
     looks_back: bool = False,
 ) -> Samples | None:
-    """UsageError where the model mixes samples; None where the model could not be run.
+    """UsageError where the model mixes samples; None where the model could not be run. HoldsItself where a model without
+    values would have to be copied to be run, and cannot.
 
     loss: what must not read outputs that are made of all samples. may_mix: samples may be mixed, as the loss is given
     all of them. looks_back: try the backward too, of a model that no plan has changed yet."""
@@ -127,6 +132,8 @@ def find_samples(
     if any(tensor.is_meta for tensor in model.parameters()):
         is_small = sum(map(torch.numel, model.parameters())) <= _SMALL_META
         tried = realised_copy(model) if is_small else None
+        if tried is not None and reaches(tried, model.modules()):
+            raise HoldsItself
     if tried is None:
         return _SampleTrial(meta_copy(model), job, has_values=False).found()
     return _SampleTrial(tried, job).found()

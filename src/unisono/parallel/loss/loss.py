@@ -15,6 +15,7 @@ subtracts it. It is what the loss gives for no samples at all, where every mean 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -387,7 +388,7 @@ class GlobalLoss:
     def _require_repeatable(self, outputs: Any, targets: Any) -> None:
         """That the loss keeps nothing from one call to the next, as a weight that grows with every call: it is called
         for every rank and microbatch, and to count what it counts."""
-        with no_side_effects(self._loss) as changed, torch.no_grad():
+        with no_side_effects(inspect.unwrap(self._loss)) as changed, torch.no_grad():
             values = [self._evaluated(outputs, targets)]
             names = sorted(changed())
             if not names:
