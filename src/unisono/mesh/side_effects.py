@@ -157,7 +157,7 @@ class _State:
                 names.add(name)
         for kind, container, members in self._containers:
             if _has_other_members(kind, container, members):
-                names.add(self._name_of_container(container))
+                names |= self._names_in(container, members)
         names |= {"a variable of a closure" for cell, value in self._cells if cell.cell_contents is not value}
         names |= {name for name, tensor, version, _ in self._tensors.values() if tensor._version != version}
         return names
@@ -166,15 +166,17 @@ class _State:
         path = self._paths.get(id(owner))
         return f"{type(owner).__name__}.{attribute}" if not path else f"{path}.{attribute}"
 
-    def _name_of_container(self, container: Any) -> str:
+    def _names_in(self, container: Any, members: list[Any]) -> set[str]:
         for owner, _, before in self._objects:
             for name, value in before.items():
+                if value is container and isinstance(owner, nn.Module) and name in _OF_MODULES:
+                    was = dict(zip(members[::2], members[1::2], strict=True))
+                    others = {key for key in container.keys() | was.keys() if container.get(key) is not was.get(key)}
+                    return {self._named(owner, key) for key in others}
                 if value is container:
-                    return self._named(owner, name)
-        return next(
-            (name for (_, name), (_, value) in self._globals.items() if value is container),
-            f"a {type(container).__name__}",
-        )
+                    return {self._named(owner, name)}
+        named = (name for (_, name), (_, value) in self._globals.items() if value is container)
+        return {next(named, f"a {type(container).__name__}")}
 
     def _restore_torch(self) -> None:
         random.setstate(self._python_random)

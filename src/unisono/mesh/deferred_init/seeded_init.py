@@ -8,6 +8,8 @@ CPU, and drops the others one by one: the time of building the full model, the m
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
@@ -17,17 +19,34 @@ from unisono.errors import UsageError
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """In the block, torch's generators start from the seed and new tensors are made on the CPU.
+    """In the block, torch's generators start from the seed, as do Python's and NumPy's, and new tensors are made on the
+    CPU.
 
-    Afterwards the generators are as they were before. Parameters made on a GPU would differ from those made on a CPU:
+    Afterwards the generators are as they were before. A constructor that draws from Python's `random`, as to choose a
+    layer, would otherwise make another model on every rank. Parameters made on a GPU would differ from those made on a CPU:
     build here, then move the module.
     """
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices=gpus), torch.device("cpu"):
+    with _outside_torch(seed), torch.random.fork_rng(devices=gpus), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         if torch.backends.cuda.is_built():  # torch defers it until GPUs are in use
             torch.cuda.manual_seed_all(seed)
         yield
+
+
+@contextlib.contextmanager
+def _outside_torch(seed: int) -> Iterator[None]:
+    numpy = sys.modules.get("numpy")
+    python_state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
+    random.seed(seed)
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
 
 
 def build(model: Callable[[], torch.nn.Module], seed: int) -> torch.nn.Module:

@@ -374,9 +374,10 @@ class _SampleTrial:
                 if where is not None and where.dim is not None
             ]
             values, weights = [value for value, _ in weighted], [weight for _, weight in weighted]
-            found = torch.autograd.grad(values, [value for _, value in noted], weights, allow_unused=True)
+            at, noted = noted, []  # a backward that runs modules again notes more
+            found = torch.autograd.grad(values, [value for _, value in at], weights, allow_unused=True)
         collect_aux(self._model)
-        return [point for point, _ in noted], list(found)
+        return [point for point, _ in at], list(found)
 
     def _agree(self, full: Any, part: Any, held: range, output_dims: tuple[SampleDim | None, ...]) -> bool:
         """Whether a part's outputs are those for its samples of the full batch's; of what is made of all samples,
