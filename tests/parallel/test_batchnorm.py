@@ -16,8 +16,8 @@ from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
-from unisono.parallel.data.batchnorm import convert, has_batchnorm
 from unisono.parallel.checks.batch_statistics import require_full_batch_norms
+from unisono.parallel.data.batchnorm import convert, has_batchnorm
 from unisono.parallel.data.data_parallel import sum_gradients
 from unisono.parallel.task import Task
 from unisono.plan.plan import Plan

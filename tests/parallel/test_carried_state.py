@@ -4,6 +4,7 @@ or refused, and left as it was by trial runs."""
 from __future__ import annotations
 
 import pickle
+import random
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -354,3 +355,29 @@ def check_transforms(comm: Communicator) -> None:
 def test_transforms_of_torch_func(pools: Pools) -> None:
     pickle.dumps(plain_record(Task(Mapped, F.mse_loss, SGD, vectors), 1, torch.float64))  # as the command does
     pools("gloo", 2).run(check_transforms)
+
+
+# ---- constructors that draw outside torch ----------------------------------------------------------------------------
+
+
+class Routed(Net):
+    """Chooses by Python's generator which of its inputs it looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.no_grad():
+            self.first.weight[:, random.randrange(WIDTH)] = 0.0
+
+
+def check_constructors(comm: Communicator) -> None:
+    options = {"loss": F.mse_loss, "optimizer": SGD, "example": vectors(0)}
+    for plan in ("dp=2", "dp=2,zero=3"):
+        random.seed(comm.rank)
+        with pytest.raises(UsageError, match="draws from Python's random, which is in another state on every rank"):
+            parallelize(Routed, plan, **options)  # type: ignore[arg-type]
+        random.seed(7)
+        parallelize(Routed, plan, **options).step(vectors(0))  # type: ignore[arg-type]
+
+
+def test_constructors_that_draw_outside_torch_must_draw_alike(pools: Pools) -> None:
+    pools("gloo", 2).run(check_constructors)

@@ -37,7 +37,7 @@ _SKIPPED = frozenset(sys.stdlib_module_names) - {"__main__"} | {
     "functorch", "numpy", "pytest", "scipy", "sympy", "torch", "torchgen", "triton", "unisono", "_pytest",
 }  # fmt: skip
 _LARGE = 10_000  # elements of a container that is data, and no cache
-_LARGE_TENSOR = 10**6  # elements of a tensor that is data, and no running mean
+_MOST_COPIED = 10**7  # elements of tensors in attributes: more are data, and no running means
 _DEPTH = 4  # containers in containers that a result of a cached function is searched for tensors
 _Cache = functools._lru_cache_wrapper
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, torch.dtype, torch.device, torch.Size)
@@ -97,6 +97,7 @@ class _State:
         self._cells: list[tuple[types.CellType, Any]] = []
         self._objects: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
         self._tensors: dict[int, tuple[str, torch.Tensor, int, torch.Tensor]] = {}  # with version and values
+        self._room = _MOST_COPIED
         self._paths: dict[int, str] = {}  # of modules in the roots
         for root in roots:
             if isinstance(root, nn.Module):
@@ -286,16 +287,19 @@ class _State:
                 if name not in _TORCH_NAMES and name not in _OF_MODULES:
                     self._note_tensors(self._named(value, name), each)
 
-    def _note_tensors(self, name: str, value: Any) -> None:
+    def _note_tensors(self, name: str, value: Any, depth: int = _DEPTH) -> None:
         """Of an attribute, and of containers in it: an op in place changes a tensor where no attribute changes."""
         if isinstance(value, dict):
             value = tuple(value.values())
-        if isinstance(value, list | tuple | collections.deque) and len(value) <= _LARGE:
-            for each in value:
-                self._note_tensors(name, each)
-        elif type(value) is torch.Tensor and not value.is_meta and not value.is_inference():
-            if value.numel() <= _LARGE_TENSOR and value.layout == torch.strided and id(value) not in self._tensors:
-                self._tensors[id(value)] = (name, value, value._version, value.detach().clone())
+        if isinstance(value, list | tuple | collections.deque):
+            for each in value if depth and len(value) <= _LARGE else ():
+                self._note_tensors(name, each, depth - 1)
+            return
+        if type(value) is not torch.Tensor or value.layout != torch.strided or id(value) in self._tensors:
+            return
+        if not value.is_meta and not value.is_inference() and value.numel() <= self._room:
+            self._room -= value.numel()
+            self._tensors[id(value)] = (name, value, value._version, value.detach().clone())
 
 
 _OF_MODULES = frozenset({"_parameters", "_buffers", "_modules"})

@@ -8,6 +8,7 @@ strategies are applied, in the order of compose.py.
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,7 +22,7 @@ from unisono.comm.communicator import Communicator
 from unisono.comm.rendezvous import world
 from unisono.errors import TaskError, UsageError
 from unisono.mesh.deferred_init.deferred_model import DeferredModel, build_now, defer_init
-from unisono.mesh.deferred_init.seeded_init import in_dtype
+from unisono.mesh.deferred_init.seeded_init import in_dtype, states_outside_torch
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.named_groups import GroupedOptimizer
 from unisono.mesh.random.state import RandomState
@@ -121,7 +122,9 @@ def parallelize(
     if isinstance(model, nn.Module):
         model, was_compiled = without_compiled(model)
         plan = plan.but(compile=plan.compile or was_compiled)
+    states = states_outside_torch()
     deferred = deferred_for(plan, model, seed, dtype)
+    drawn = {name: state for name, state in states.items() if states_outside_torch().get(name) != state}
     full = deferred.model
     plan = plan.but(compile=plan.compile or getattr(full, _WAS_COMPILED, False))
     are_rules_given = rules is not None
@@ -167,7 +170,9 @@ def parallelize(
                 try:
                     samples = find(full)
                 except HoldsItself:
-                    deferred = deferred.rebuilt("a hook or a closure of it holds the model, of which no copy can be tried")
+                    deferred = deferred.rebuilt(
+                        "a hook or a closure of it holds the model, of which no copy can be tried"
+                    )
                     full = deferred.model
                     samples = find(full)
                 require_full_batch_norms(full, plan, example, batch_dim)
@@ -182,6 +187,7 @@ def parallelize(
         deferred = deferred.rebuilt("its forward cannot be run tensor by tensor, to see what each stage of it uses")
         full = deferred.model
     mesh = Mesh(plan.shape, AXES).connect()  # the first time that ranks communicate
+    _require_same_draws(comm, drawn)
     if not all(comm.all_gather_object(deferred.is_deferred)) and deferred.is_deferred:
         deferred, shown = deferred.rebuilt("another rank could not build its part alone"), None
         full = deferred.model
@@ -241,6 +247,19 @@ def _tried(deferred: DeferredModel, loss: Loss, trial: Callable[[nn.Module], Fou
         deferred = deferred.rebuilt("its forward cannot be run without values, to see what the loss takes of it")
     with no_side_effects(deferred.model, loss):
         return deferred, trial(deferred.model)
+
+
+def _require_same_draws(comm: Communicator, drawn: dict[str, Any]) -> None:
+    """UsageError where the model's function drew from these generators, and ranks had them in different states."""
+    digests = {name: hashlib.sha256(repr(state).encode()).hexdigest() for name, state in drawn.items()}
+    everyone = comm.all_gather_object(digests)
+    for name in dict.fromkeys(name for each in everyone for name in each):
+        if len({each.get(name) for each in everyone}) > 1:
+            raise UsageError(
+                f"the function that makes the model draws from {name}, which is in another state on every rank, so "
+                "they made different models; seed it on every rank before, as by random.seed(0) or "
+                "numpy.random.seed(0), or draw with torch, which is seeded"
+            )
 
 
 def _agreed(comm: Communicator, act: Callable[[], Trainer]) -> Trainer:

@@ -11,6 +11,7 @@ import contextlib
 import random
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -19,34 +20,27 @@ from unisono.errors import UsageError
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """In the block, torch's generators start from the seed, as do Python's and NumPy's, and new tensors are made on the
-    CPU.
+    """In the block, torch's generators start from the seed and new tensors are made on the CPU.
 
-    Afterwards the generators are as they were before. A constructor that draws from Python's `random`, as to choose a
-    layer, would otherwise make another model on every rank. Parameters made on a GPU would differ from those made on a CPU:
+    Afterwards the generators are as they were before. Parameters made on a GPU would differ from those made on a CPU:
     build here, then move the module.
     """
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with _outside_torch(seed), torch.random.fork_rng(devices=gpus), torch.device("cpu"):
+    with torch.random.fork_rng(devices=gpus), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         if torch.backends.cuda.is_built():  # torch defers it until GPUs are in use
             torch.cuda.manual_seed_all(seed)
         yield
 
 
-@contextlib.contextmanager
-def _outside_torch(seed: int) -> Iterator[None]:
+def states_outside_torch() -> dict[str, Any]:
+    """Of generators of random numbers that no plan follows: Python's and NumPy's."""
+    states: dict[str, Any] = {"Python's random": random.getstate()}
     numpy = sys.modules.get("numpy")
-    python_state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
-    random.seed(seed)
     if numpy is not None:
-        numpy.random.seed(seed % 2**32)
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
+        kind, keys, *rest = numpy.random.get_state()
+        states["numpy.random"] = (kind, keys.tobytes(), *rest)
+    return states
 
 
 def build(model: Callable[[], torch.nn.Module], seed: int) -> torch.nn.Module:

@@ -20,8 +20,6 @@ have samples along dim 0 of everything.
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +32,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from unisono.errors import UsageError
+from unisono.mesh.deferred_init.seeded_init import states_outside_torch
 from unisono.mesh.global_index import Part
 from unisono.mesh.random.state import Key, RandomState, SampleDim
 from unisono.mesh.side_effects import no_side_effects, reaches
@@ -118,8 +117,8 @@ def find_samples(
     may_mix: bool = False,
     looks_back: bool = False,
 ) -> Samples | None:
-    """UsageError where the model mixes samples; None where the model could not be run. HoldsItself where a model without
-    values would have to be copied to be run, and cannot.
+    """UsageError where the model mixes samples; None where the model could not be run. HoldsItself where a model
+    without values would have to be copied to be run, and cannot.
 
     loss: what must not read outputs that are made of all samples. may_mix: samples may be mixed, as the loss is given
     all of them. looks_back: try the backward too, of a model that no plan has changed yet."""
@@ -127,7 +126,15 @@ def find_samples(
     if batch_size < 2:
         return None
     inputs, targets = batch
-    job = _Job(batch_slice((inputs, targets), 0, min(_FEW, batch_size), dim), dim, loss, microbatches, may_mix, looks_back, inputs)
+    job = _Job(
+        batch_slice((inputs, targets), 0, min(_FEW, batch_size), dim),
+        dim,
+        loss,
+        microbatches,
+        may_mix,
+        looks_back,
+        inputs,
+    )
     tried: nn.Module | None = model
     if any(tensor.is_meta for tensor in model.parameters()):
         is_small = sum(map(torch.numel, model.parameters())) <= _SMALL_META
@@ -137,16 +144,6 @@ def find_samples(
     if tried is None:
         return _SampleTrial(meta_copy(model), job, has_values=False).found()
     return _SampleTrial(tried, job).found()
-
-
-def _states_outside_torch() -> dict[str, Any]:
-    """Of generators of random numbers whose draws cannot be followed."""
-    states: dict[str, Any] = {"Python's random": random.getstate()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        states["numpy.random"] = (kind, keys.tobytes(), *rest)
-    return states
 
 
 class _SampleTrial:
@@ -224,7 +221,7 @@ class _SampleTrial:
             scopes.enter_context(_without_capacity(self._model))
             scopes.enter_context(torch.set_grad_enabled(self._needs_gradients))
             scopes.enter_context(self._watch)
-            before, generators, earlier = self._buffers(), _states_outside_torch(), changed()
+            before, generators, earlier = self._buffers(), states_outside_torch(), changed()
             outputs = []
             for held, step in passes:
                 self._watch.begin(held if len(held) < self._job.batch_size else None)
@@ -232,7 +229,7 @@ class _SampleTrial:
                 outputs.append(cloned(made) if len(passes) > 1 or self._needs_gradients else made)
                 self._written, before = self._changed(before), self._buffers()
             self._kept_in_python = changed() - earlier
-            for name, state in _states_outside_torch().items():
+            for name, state in states_outside_torch().items():
                 if state != generators[name]:
                     raise UsageError(
                         f"the forward pass draws numbers with {name}, of which every rank and microbatch would draw "
@@ -290,9 +287,7 @@ class _SampleTrial:
                 "them in a step than one device does; use microbatches=1"
             )
 
-    def _require_nothing_carried(
-        self, full: Any, parts: list[Any], output_dims: tuple[SampleDim | None, ...]
-    ) -> None:
+    def _require_nothing_carried(self, full: Any, parts: list[Any], output_dims: tuple[SampleDim | None, ...]) -> None:
         """What the forward pass keeps in Python from one call to the next (a running mean in an attribute) must be for
         a part of the samples what it is for all of them: two steps are tried."""
         names = ", ".join(sorted(self._kept_in_python)[:3])
@@ -336,9 +331,8 @@ class _SampleTrial:
         except Exception:  # whatever a backward raises here, the first step will raise too
             return
         largest = max((float(each.abs().max()) for each in both if each is not None and each.numel()), default=0.0)
-        for names, alone in singles:
-            if names != points:
-                return  # another way through the model: nothing is known
+        if any(names != points for names, _ in singles):
+            return  # another way through the model: nothing is known
         for number in reversed(range(len(points))):
             for i, (_, alone) in enumerate(singles):
                 if not gradients_match(alone[number], both[number], range(i, i + 1), len(pair), largest):

@@ -11,8 +11,9 @@ Attention, full and patterns run code again (torch.utils.checkpoint), from input
 give exactly what the first gave. Random numbers are drawn again as they were: torch's generators are put back, and a
 RandomState knows a repeated draw by that. Modes that change what torch's functions do (a default device, a proof in
 float64) are on again, which in a backward they are not otherwise. Buffers that a forward changes, such as the running
-statistics of BatchNorm, change once: the second run works on copies. So do attributes of modules, such as a counter. So does every run on a cache of keys and values
-that it is given, as Hugging Face's models make one by default: the second would find there what the first has appended.
+statistics of BatchNorm, change once: the second run works on copies.
+So do attributes of modules, such as a counter. So does every run on a cache of keys and values that it is given, as
+Hugging Face's models make one by default: the second would find there what the first has appended.
 
 Modules are changed in place and keep their names, so recomputation composes with whatever else is done to them.
 """
@@ -190,7 +191,9 @@ class _SecondRun:
         self._module = module
         self._around = [each for each in (state, sharded) if each is not None]
         self._modes = modes
-        self._attributes = [(child, _attributes_of(child)) for child in (module.modules() if module is not None else ())]
+        self._attributes = [
+            (child, _attributes_of(child)) for child in (module.modules() if module is not None else ())
+        ]
 
     def __enter__(self) -> None:
         active = function_modes()

@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh import autograd_collectives
-from unisono.mesh.side_effects import no_side_effects
 from unisono.mesh.interception import function_arguments
+from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.layout import Split
 from unisono.parallel.tensor.parameter_shards import TP, lengths_of
 from unisono.parallel.tensor.vocabulary import vocab_parallel_cross_entropy
