@@ -74,6 +74,15 @@ def from_numpy() -> nn.Module:
     return layer
 
 
+def by_another_name() -> nn.Module:
+    layer = nn.Linear(4, 3)
+    nn.init.constant_(torch.as_tensor(layer.bias), 0.5)  # the parameter itself
+    with torch.no_grad():
+        torch.asarray(layer.weight, device="cpu").mul_(2)
+    layer.register_buffer("wide", torch.as_tensor(layer.weight.detach(), dtype=torch.float64))  # a copy
+    return layer
+
+
 def turned_in_place() -> nn.Module:
     layer = nn.Linear(4, 4)
     nn.init.orthogonal_(layer.weight[:2])  # wider than high: torch turns it, in place
@@ -111,7 +120,8 @@ def loaded() -> nn.Module:
 
 
 WRITTEN_DOWN: list[Callable[[], nn.Module]] = [
-    Tied, mlp, gpt, by_hand, looked_at, from_numpy, turned_in_place, many_generators, in_double, loaded,
+    Tied, mlp, gpt, by_hand, looked_at, from_numpy, by_another_name, turned_in_place, many_generators,
+    in_double, loaded,
     lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.LSTMCell(8, 8), nn.MultiheadAttention(8, 2)),
     lambda: nn.ModuleList([nn.LSTM(3, 4, 2, bidirectional=True), nn.GRU(3, 4), nn.RNN(3, 4, bias=False)]),
 ]  # fmt: skip

@@ -16,6 +16,7 @@ from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
+from unisono.parallel.checks.batch_statistics import require_full_batch_norms
 from unisono.parallel.data.batchnorm import convert, has_batchnorm
 from unisono.parallel.data.data_parallel import sum_gradients
 from unisono.parallel.task import Task
@@ -147,3 +148,23 @@ def test_has_batchnorm() -> None:
     assert not has_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval())
     assert has_batchnorm(nn.BatchNorm1d(2, track_running_stats=False).eval())
     assert not has_batchnorm(nn.LayerNorm(2))
+
+
+class Ghost(nn.Module):
+    """Normalises a few samples at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.cat([self.norm(some) for some in self.first(x).split(4)]))
+
+
+def test_batchnorm_on_a_part_of_the_batch_is_refused() -> None:
+    example = (torch.randn(8, 6), torch.zeros(8))
+    with pytest.raises(UsageError, match=r"norm \(BatchNorm\) is run on 4 rows of a batch of 8 samples at a time"):
+        require_full_batch_norms(Ghost(), Plan(dp=2), example)
+    require_full_batch_norms(Ghost(), Plan(dp=2), (torch.randn(4, 6), torch.zeros(4)))
+    frames = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(6))
+    require_full_batch_norms(frames, Plan(dp=2), (torch.randn(8, 3, 6), torch.zeros(8)))

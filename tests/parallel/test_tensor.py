@@ -15,7 +15,9 @@ from tests.parallel.training import check_training, close, seeded, tp_mesh
 from tests.ranks import RankPool
 from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
+from unisono.parallel.apply import parallelize
 from unisono.parallel.layout import full_tensor_of, layout_of
 from unisono.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from unisono.parallel.tensor.tensor_parallel import tensor_parallelize
@@ -308,3 +310,26 @@ def check_order(comm: Communicator) -> None:
 
 def test_weight_gradients_are_made_while_the_inputs_gradient_travels(pools: Pools) -> None:
     pools("gloo", 2).run(check_order)
+
+
+class Lending(nn.Module):
+    """The second layer adds the bias of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.down.bias = self.up.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+def check_shared_bias(comm: Communicator) -> None:
+    rules = {"up": "column", "down": "row"}
+    with pytest.raises(UsageError, match=r"down uses its bias, of shape \(8,\), in full, and shares it with a layer"):
+        parallelize(Lending(), "tp=2", loss=F.mse_loss, optimizer=torch.optim.SGD, rules=rules)
+    comm.barrier()
+
+
+def test_a_parameter_that_another_layer_uses_in_full_is_refused(pools: Pools) -> None:
+    pools("gloo", 2).run(check_shared_bias)

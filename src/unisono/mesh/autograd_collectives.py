@@ -43,7 +43,7 @@ def require_eager(x: Any, what: str) -> None:
     if isinstance(x, torch.Tensor) and is_functorch_wrapped(x):
         raise UsageError(
             f"{what} inside a transform of torch.func (vmap, grad or jvp), which cannot see through it; call the "
-            "layer on the batch, outside of the transform, or use a plan without tp and recompute"
+            "layer on the batch, outside of the transform, or use a plan without tp, recompute and zero=3"
         )
 
 

@@ -37,6 +37,7 @@ _SKIPPED = frozenset(sys.stdlib_module_names) - {"__main__"} | {
     "functorch", "numpy", "pytest", "scipy", "sympy", "torch", "torchgen", "triton", "unisono", "_pytest",
 }  # fmt: skip
 _LARGE = 10_000  # elements of a container that is data, and no cache
+_MOST_COPIED = 10**7  # elements of tensors in attributes: more are data, and no running means
 _DEPTH = 4  # containers in containers that a result of a cached function is searched for tensors
 _Cache = functools._lru_cache_wrapper
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, torch.dtype, torch.device, torch.Size)
@@ -50,21 +51,28 @@ _active: list[_State] = []  # of the blocks that are open, the innermost last
 
 
 @contextlib.contextmanager
-def no_side_effects(*roots: Any) -> Iterator[None]:
+def no_side_effects(*roots: Any) -> Iterator[Callable[[], set[str]]]:
     """In the block, run code of these objects (modules, functions); afterwards Python's state is what it was before.
 
     Restored are caches, globals, attributes of classes and objects, containers and generators of random numbers that
-    this code can reach, the default generators on the CPU, and torch's default dtype. A block inside another one, for
-    the same objects, restores what was before the outer one.
+    this code can reach, tensors that modules hold in attributes or containers, the default generators on the CPU, and
+    torch's default dtype. A block inside another one, for the same objects, restores what was before the outer one.
+    The function that it gives names what has been changed so far.
     """
     roots = tuple(root for root in roots if root is not None)
     state = next((each for each in _active if each.covers(roots)), None) or _State(*roots)
     _active.append(state)
     try:
-        yield
+        yield state.changed
     finally:
         _active.pop()
         state.restore()
+
+
+def reaches(root: Any, targets: Iterable[Any]) -> bool:
+    """Whether the code of an object can reach any of the others, as a hook may whose closure holds a model."""
+    state = _State(root)
+    return any(state.covers((target,)) for target in targets)
 
 
 def recorded(*roots: Any) -> Callable[[], None]:
@@ -87,7 +95,13 @@ class _State:
         self._containers: list[tuple[Any, Any, list[Any]]] = []
         self._classes: list[tuple[type, dict[str, Any]]] = []
         self._cells: list[tuple[types.CellType, Any]] = []
-        self._objects: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._objects: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
+        self._tensors: dict[int, tuple[str, torch.Tensor, int, torch.Tensor]] = {}  # with version and values
+        self._room = _MOST_COPIED
+        self._paths: dict[int, str] = {}  # of modules in the roots
+        for root in roots:
+            if isinstance(root, nn.Module):
+                self._paths |= {id(module): name for name, module in root.named_modules()}
         self._generators: list[tuple[Callable[[Any], Any], Any]] = []  # how to restore them, and their states
         self._pending: list[tuple[Any, frozenset[str]]] = [(root, frozenset()) for root in roots]
         while self._pending:
@@ -113,16 +127,57 @@ class _State:
             set_state(state)
         for cell, value in self._cells:
             cell.cell_contents = value
-        for namespace, names in self._objects:
-            if len(namespace) != len(names) or any(namespace.get(n, _MISSING) is not v for n, v in names.items()):
+        for _, namespace, names in self._objects:
+            if _is_other(namespace, names):
                 namespace.clear()
                 namespace.update(names)
+        for key, (name, tensor, version, values) in self._tensors.items():
+            if tensor._version != version:
+                with torch.no_grad():
+                    tensor.copy_(values)
+                self._tensors[key] = (name, tensor, tensor._version, values)
         for (_, name), (namespace, value) in self._globals.items():
             if value is _MISSING:
                 namespace.pop(name, None)
             elif namespace.get(name, _MISSING) is not value:
                 namespace[name] = value
         self._restore_torch()
+
+    def changed(self) -> set[str]:
+        """The names of attributes, globals and containers that are not what they were."""
+        names: set[str] = set()
+        for owner, namespace, before in self._objects:
+            if _is_other(namespace, before):
+                names |= {self._named(owner, name) for name in namespace.keys() | before.keys()
+                          if namespace.get(name, _MISSING) is not before.get(name, _MISSING)}  # fmt: skip
+        for cls, attributes in self._classes:
+            now = dict(vars(cls))
+            names |= {f"{cls.__name__}.{name}" for name, value in attributes.items() if now.get(name) is not value}
+        for (_, name), (namespace, value) in self._globals.items():
+            if namespace.get(name, _MISSING) is not value:
+                names.add(name)
+        for kind, container, members in self._containers:
+            if _has_other_members(kind, container, members):
+                names |= self._names_in(container, members)
+        names |= {"a variable of a closure" for cell, value in self._cells if cell.cell_contents is not value}
+        names |= {name for name, tensor, version, _ in self._tensors.values() if tensor._version != version}
+        return names
+
+    def _named(self, owner: Any, attribute: str) -> str:
+        path = self._paths.get(id(owner))
+        return f"{type(owner).__name__}.{attribute}" if not path else f"{path}.{attribute}"
+
+    def _names_in(self, container: Any, members: list[Any]) -> set[str]:
+        for owner, _, before in self._objects:
+            for name, value in before.items():
+                if value is container and isinstance(owner, nn.Module) and name in _OF_MODULES:
+                    was = dict(zip(members[::2], members[1::2], strict=True))
+                    others = {key for key in container.keys() | was.keys() if container.get(key) is not was.get(key)}
+                    return {self._named(owner, key) for key in others}
+                if value is container:
+                    return {self._named(owner, name)}
+        named = (name for (_, name), (_, value) in self._globals.items() if value is container)
+        return {next(named, f"a {type(container).__name__}")}
 
     def _restore_torch(self) -> None:
         random.setstate(self._python_random)
@@ -223,18 +278,45 @@ class _State:
         if type(namespace) is not dict or not (isinstance(value, _NAMESPACES) or _is_followed(type(value).__module__)):
             return
         before = dict(namespace)
-        self._objects.append((namespace, before))
+        self._objects.append((value, namespace, before))
         self._later((type(value),))
         is_module = isinstance(value, nn.Module)
         self._later(each for name, each in before.items() if not is_module or name not in _TORCH_NAMES or each)
+        if is_module:
+            for name, each in before.items():
+                if name not in _TORCH_NAMES and name not in _OF_MODULES:
+                    self._note_tensors(self._named(value, name), each)
+
+    def _note_tensors(self, name: str, value: Any, depth: int = _DEPTH) -> None:
+        """Of an attribute, and of containers in it: an op in place changes a tensor where no attribute changes."""
+        if isinstance(value, dict):
+            value = tuple(value.values())
+        if isinstance(value, list | tuple | collections.deque):
+            for each in value if depth and len(value) <= _LARGE else ():
+                self._note_tensors(name, each, depth - 1)
+            return
+        if type(value) is not torch.Tensor or value.layout != torch.strided or id(value) in self._tensors:
+            return
+        if not value.is_meta and not value.is_inference() and value.numel() <= self._room:
+            self._room -= value.numel()
+            self._tensors[id(value)] = (name, value, value._version, value.detach().clone())
 
 
-_TORCH_NAMES = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
+_OF_MODULES = frozenset({"_parameters", "_buffers", "_modules"})
+_TORCH_NAMES = frozenset(vars(nn.Module())) - _OF_MODULES
+
+
+def _is_other(namespace: dict[str, Any], before: dict[str, Any]) -> bool:
+    return len(namespace) != len(before) or any(namespace.get(n, _MISSING) is not v for n, v in before.items())
+
+
+def _has_other_members(kind: Any, container: Any, members: list[Any]) -> bool:
+    now = _members(kind, container)
+    return len(now) != len(members) or any(a is not b for a, b in zip(now, members, strict=True))
 
 
 def _restore_container(kind: Any, container: Any, members: list[Any]) -> None:
-    now = _members(kind, container)
-    if len(now) == len(members) and all(a is b for a, b in zip(now, members, strict=True)):
+    if not _has_other_members(kind, container, members):
         return
     kind.clear(container)
     if issubclass(kind, dict):

@@ -8,8 +8,10 @@ strategies are applied, in the order of compose.py.
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,14 +23,15 @@ from unisono.comm.rendezvous import world
 from unisono.comm.signatures.plain_data import is_plain
 from unisono.errors import TaskError, UsageError
 from unisono.mesh.deferred_init.deferred_model import DeferredModel, build_now, defer_init
-from unisono.mesh.deferred_init.seeded_init import in_dtype
+from unisono.mesh.deferred_init.seeded_init import in_dtype, states_outside_torch
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.named_groups import GroupedOptimizer
 from unisono.mesh.random.state import RandomState
 from unisono.mesh.side_effects import no_side_effects
+from unisono.parallel.checks.batch_statistics import require_full_batch_norms
 from unisono.parallel.checks.parameter_reads import ParameterReads
 from unisono.parallel.checks.preview import require_fitting_loss
-from unisono.parallel.checks.samples import find_samples
+from unisono.parallel.checks.samples import HoldsItself, find_samples
 from unisono.parallel.checks.separable import require_separable
 from unisono.parallel.checks.tokenwise import require_tokenwise
 from unisono.parallel.checks.updated_buffers import require_steady_buffers
@@ -120,7 +123,9 @@ def parallelize(
     if isinstance(model, nn.Module):
         model, was_compiled = without_compiled(model)
         plan = plan.but(compile=plan.compile or was_compiled)
+    states = states_outside_torch()
     deferred = deferred_for(plan, model, seed, dtype)
+    drawn = {name: state for name, state in states.items() if states_outside_torch().get(name) != state}
     full = deferred.model
     plan = plan.but(compile=plan.compile or getattr(full, _WAS_COMPILED, False))
     are_rules_given = rules is not None
@@ -159,10 +164,19 @@ def parallelize(
             require_fitting_loss(full, loss, example, batch_dim, of_loss)
             require_steady_buffers(full, plan, example, batch_dim)
             if is_batch_sharded:
-                samples = find_samples(
-                    full, example, batch_dim, None if model_loss is not None else loss, plan.microbatches,
-                    may_mix=isinstance(loss, BatchLoss),
+                find = partial(
+                    find_samples, batch=example, dim=batch_dim, loss=None if model_loss is not None else loss,
+                    microbatches=plan.microbatches, may_mix=isinstance(loss, BatchLoss), looks_back=True,
                 )  # fmt: skip
+                try:
+                    samples = find(full)
+                except HoldsItself:
+                    deferred = deferred.rebuilt(
+                        "a hook or a closure of it holds the model, of which no copy can be tried"
+                    )
+                    full = deferred.model
+                    samples = find(full)
+                require_full_batch_norms(full, plan, example, batch_dim)
             if plan.cp > 1:
                 require_tokenwise(full, example, "cp", model_loss=model_loss)
         if plan.pp > 1:
@@ -174,6 +188,7 @@ def parallelize(
         deferred = deferred.rebuilt("its forward cannot be run tensor by tensor, to see what each stage of it uses")
         full = deferred.model
     mesh = Mesh(plan.shape, AXES).connect()  # the first time that ranks communicate
+    _require_same_draws(comm, drawn)
     if not all(comm.all_gather_object(deferred.is_deferred, only_data=True)) and deferred.is_deferred:
         deferred, shown = deferred.rebuilt("another rank could not build its part alone"), None
         full = deferred.model
@@ -233,6 +248,19 @@ def _tried(deferred: DeferredModel, loss: Loss, trial: Callable[[nn.Module], Fou
         deferred = deferred.rebuilt("its forward cannot be run without values, to see what the loss takes of it")
     with no_side_effects(deferred.model, loss):
         return deferred, trial(deferred.model)
+
+
+def _require_same_draws(comm: Communicator, drawn: dict[str, Any]) -> None:
+    """UsageError where the model's function drew from these generators, and ranks had them in different states."""
+    digests = {name: hashlib.sha256(repr(state).encode()).hexdigest() for name, state in drawn.items()}
+    everyone = comm.all_gather_object(digests, only_data=True)
+    for name in dict.fromkeys(name for each in everyone for name in each):
+        if len({each.get(name) for each in everyone}) > 1:
+            raise UsageError(
+                f"the function that makes the model draws from {name}, which is in another state on every rank, so "
+                "they made different models; seed it on every rank before, as by random.seed(0) or "
+                "numpy.random.seed(0), or draw with torch, which is seeded"
+            )
 
 
 def _agreed(comm: Communicator, act: Callable[[], Trainer]) -> Trainer:

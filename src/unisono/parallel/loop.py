@@ -191,7 +191,11 @@ class OwnLoop:
             self._calls.append(_ModelCall(is_own=True))  # so that the runs of the trial are none of the user's
             try:
                 with widened(trainer.model) as can_run:
-                    self._samples = find_samples(trainer.model, (inputs, None)) if can_run else None
+                    self._samples = (
+                        find_samples(trainer.model, (inputs, None), looks_back=trainer.plan.zero < 3)
+                        if can_run
+                        else None
+                    )
             finally:
                 self._calls.pop()
 

@@ -542,7 +542,10 @@ class Trainer:
             together = joined_batches(few, self.batch_dim)
             with eager_regions(), widened(self.model) as can_run:
                 if can_run:
-                    samples = find_samples(self.model, together, self.batch_dim, loss, self.plan.microbatches)
+                    looks_back = self.plan.zero < 3 and self.plan.pp == 1
+                    samples = find_samples(
+                        self.model, together, self.batch_dim, loss, self.plan.microbatches, looks_back=looks_back
+                    )
         except UsageError as error:
             refusal = str(error)
         for message in self.mesh.comm(*self.mesh.names).all_gather_object(refusal, only_data=True):

@@ -33,6 +33,7 @@ from unisono.parallel.precision import Precision, autocast
 from unisono.parallel.task import Task
 from unisono.parallel.trainer import Trainer, takes_closure
 from unisono.plan.plan import Plan
+from unisono.torch_compat import is_functorch_wrapped
 from unisono.verify.float64 import Float64Mode
 
 Tensors = dict[str, torch.Tensor]
@@ -347,6 +348,8 @@ class ActivationRecorder:
                 self._off_stage.add(name)
             if into is None or tensor is None or name in into or name in self._off_stage:
                 return
+            if is_functorch_wrapped(tensor):
+                return  # in torch.vmap or torch.func.jvp, whose tensors end with it
             if tensor.nbytes <= self._left:
                 self._left -= tensor.nbytes
                 into[name] = tensor.detach().cpu().clone()

@@ -384,7 +384,7 @@ class _TensorQueries(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         if kwargs.get("device") is not None and torch.device(kwargs["device"]) == _META:
             with disable_dispatch_modes():  # as from_pretrained does, before it reads the weights
                 return func(*args, **kwargs)
@@ -405,6 +405,8 @@ class _TensorQueries(TorchFunctionMode):
             return self._recorder.values(args[0]).tolist()
         if func is torch.Tensor.cpu and device == _CPU:
             return args[0]
+        if func in _GIVE_THEMSELVES:  # or a copy, on another device: the default one, if none is asked for
+            kwargs["device"] = _same(kwargs.get("device") or device, device)
         if func is torch.Tensor.to:
             args = tuple(_same(arg, device) for arg in args)
             kwargs = {key: _same(value, device) for key, value in kwargs.items()}
@@ -420,6 +422,7 @@ def _same(argument: Any, device: torch.device) -> Any:
     return argument
 
 
+_GIVE_THEMSELVES = (torch.as_tensor, torch.asarray)
 _DEVICE = torch.Tensor.device.__get__
 _DEVICE_FLAGS: dict[Any, str] = {
     torch.Tensor.is_meta.__get__: "meta",  # type: ignore[attr-defined]

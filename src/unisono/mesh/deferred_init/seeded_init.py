@@ -8,7 +8,10 @@ CPU, and drops the others one by one: the time of building the full model, the m
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -28,6 +31,16 @@ def seeded(seed: int) -> Iterator[None]:
         if torch.backends.cuda.is_built():  # torch defers it until GPUs are in use
             torch.cuda.manual_seed_all(seed)
         yield
+
+
+def states_outside_torch() -> dict[str, Any]:
+    """Of generators of random numbers that no plan follows: Python's and NumPy's."""
+    states: dict[str, Any] = {"Python's random": random.getstate()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        states["numpy.random"] = (kind, keys.tobytes(), *rest)
+    return states
 
 
 def build(model: Callable[[], torch.nn.Module], seed: int) -> torch.nn.Module:

@@ -68,6 +68,31 @@ def matches(mine: torch.Tensor, full_value: torch.Tensor, held: range, batch_siz
     )
 
 
+def sample_weights(x: torch.Tensor, where: SampleDim, held: range) -> torch.Tensor:
+    """Numbers around 1 in the shape of the outputs for these samples: those of a sample do not depend on the others."""
+    assert where.dim is not None
+    times = x.shape[where.dim] // len(held)
+    per_sample = []
+    for sample in held:
+        generator = torch.Generator().manual_seed(sample)
+        shape = [times if dim == where.dim else size for dim, size in enumerate(x.shape)]
+        per_sample.append(1 + torch.rand(shape, generator=generator, dtype=torch.float64))
+    joined = torch.stack(per_sample, where.dim + 1 if where.alternates else where.dim)
+    return joined.flatten(where.dim, where.dim + 1).to(x)
+
+
+def gradients_match(
+    alone: torch.Tensor | None, both: torch.Tensor | None, held: range, batch_size: int, largest: float
+) -> bool:
+    """As `matches`; what is small beside the largest gradient may be rounding alone."""
+    if alone is None or both is None:
+        return alone is both
+    noise = 1e-2 * _TOLERANCE.get(both.real.dtype, 2e-3) * largest
+    if alone.shape == both.shape or not both.numel() or float(both.abs().max()) <= noise >= float(alone.abs().max()):
+        return True  # of no samples: the sum of their gradients
+    return matches(alone, both, held, batch_size)
+
+
 def is_inexact(x: torch.Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 

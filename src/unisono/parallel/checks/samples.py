@@ -6,7 +6,9 @@ Between the runs
 - a call for random numbers whose shape follows the number of samples has samples along the dim that does; one whose
   shape does not is the same on every rank (dropout of a table of positions);
 - an output has samples along the dim that follows their number, or is free of samples (learned weights of tasks);
-- buffers that the forward pass writes must not depend on the samples;
+- buffers that the forward pass writes must not depend on the samples; nor must what it keeps in Python, in an
+  attribute or a list, which is tried over two steps;
+- the gradients that come to a sample must not depend on the others, as those of a user's autograd function may;
 - the halves, with the random numbers that belong to their samples, must give the halves of the outputs: else the model
   mixes samples or reads the size of the batch, and is refused by the name of the first module that shows it.
 
@@ -18,9 +20,7 @@ have samples along dim 0 of everything.
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,9 +32,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from unisono.errors import UsageError
+from unisono.mesh.deferred_init.seeded_init import states_outside_torch
 from unisono.mesh.global_index import Part
 from unisono.mesh.random.state import Key, RandomState, SampleDim
-from unisono.mesh.side_effects import no_side_effects
+from unisono.mesh.side_effects import no_side_effects, reaches
 from unisono.parallel.checks.sample_comparison import (
     FirstDifference,
     Found,
@@ -43,9 +44,11 @@ from unisono.parallel.checks.sample_comparison import (
     are_same,
     copied,
     found_output_dims,
+    gradients_match,
     is_inexact,
     matches,
     noting,
+    sample_weights,
 )
 from unisono.parallel.expert.even_experts import evenly_visited
 from unisono.parallel.expert.expert import MoE, collect_aux
@@ -55,12 +58,16 @@ from unisono.parallel.meta.shadow import OnMeta
 from unisono.parallel.meta.shapes import KnownShapes
 from unisono.parallel.pipeline.parameter_usage import left_as_it_was
 from unisono.parallel.pipeline.rehearsal import device_of
-from unisono.parallel.share import BatchDim, batch_size_of, batch_slice, dims_of, inputs_dim
+from unisono.parallel.share import BatchDim, batch_size_of, batch_slice, dims_of, inputs_dim, joined_batches
 
 _FEW = 4
 _SMALL_META = 2 * 10**6  # parameters of a model without values that is given some to be tried
 
 Loss = Callable[[Any, Any], torch.Tensor]
+
+
+class HoldsItself(Exception):
+    """A hook or a closure of the model holds the model: what a copy would do is not what the model does."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,7 @@ class _Job:
     loss: Loss | None
     microbatches: int
     may_mix: bool
+    looks_back: bool
     all_inputs: Any
 
     @property
@@ -91,8 +99,13 @@ class _Job:
         middle = (self.batch_size + 1) // 2
         return [range(middle), range(middle, self.batch_size)]
 
-    def inputs(self, held: range) -> Any:
-        return cloned(batch_slice(self.batch, held.start, held.stop, self.dim)[0])
+    def inputs(self, held: range, step: int = 0) -> Any:
+        """Of the second step, the samples of the first in another order."""
+        batch = self.batch
+        if step:
+            ends = [batch_slice(batch, *end, self.dim) for end in ((1, self.batch_size), (0, 1))]
+            batch = joined_batches(ends, self.dim)
+        return cloned(batch_slice(batch, held.start, held.stop, self.dim)[0])
 
 
 def find_samples(
@@ -102,33 +115,35 @@ def find_samples(
     loss: Loss | None = None,
     microbatches: int = 1,
     may_mix: bool = False,
+    looks_back: bool = False,
 ) -> Samples | None:
-    """UsageError where the model mixes samples; None where the model could not be run.
+    """UsageError where the model mixes samples; None where the model could not be run. HoldsItself where a model
+    without values would have to be copied to be run, and cannot.
 
     loss: what must not read outputs that are made of all samples. may_mix: samples may be mixed, as the loss is given
-    all of them."""
+    all of them. looks_back: try the backward too, of a model that no plan has changed yet."""
     batch_size = batch_size_of(batch, dim)
     if batch_size < 2:
         return None
     inputs, targets = batch
-    job = _Job(batch_slice((inputs, targets), 0, min(_FEW, batch_size), dim), dim, loss, microbatches, may_mix, inputs)
+    job = _Job(
+        batch_slice((inputs, targets), 0, min(_FEW, batch_size), dim),
+        dim,
+        loss,
+        microbatches,
+        may_mix,
+        looks_back,
+        inputs,
+    )
     tried: nn.Module | None = model
     if any(tensor.is_meta for tensor in model.parameters()):
         is_small = sum(map(torch.numel, model.parameters())) <= _SMALL_META
         tried = realised_copy(model) if is_small else None
+        if tried is not None and reaches(tried, model.modules()):
+            raise HoldsItself
     if tried is None:
         return _SampleTrial(meta_copy(model), job, has_values=False).found()
     return _SampleTrial(tried, job).found()
-
-
-def _states_outside_torch() -> dict[str, Any]:
-    """Of generators of random numbers whose draws cannot be followed."""
-    states: dict[str, Any] = {"Python's random": random.getstate()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        states["numpy.random"] = (kind, keys.tobytes(), *rest)
-    return states
 
 
 class _SampleTrial:
@@ -136,11 +151,13 @@ class _SampleTrial:
         self._model, self._job, self._has_values = model, job, has_values
         self._watch = _Watch(model, job.batch_size, has_values)
         self._written: dict[str, Written] = {}  # buffers that the last run has changed
+        self._needs_gradients = False  # to run at all, as it registers hooks on gradients or computes some
+        self._kept_in_python: set[str] = set()  # the attributes, globals and containers that it has
 
     def found(self) -> Samples | None:
         versions = {name: parameter._version for name, parameter in self._model.named_parameters()}
         try:
-            full = self._run(range(self._job.batch_size))
+            full = self._first_run()
         except UsageError:
             raise
         except Exception as error:
@@ -171,26 +188,48 @@ class _SampleTrial:
             self._require_no_comparison(full, parts[0], output_dims)
         elif not self._job.may_mix:
             output_dims = self._apart(full, parts, output_dims)
+        if self._has_values and self._job.looks_back:
+            self._require_separable_backward(output_dims)
+        if self._has_values and self._kept_in_python:
+            self._require_nothing_carried(full, parts, output_dims)
         return Samples(self._watch.found, output_dims)
 
     # ---- runs ----------------------------------------------------------------------------------------------------
 
+    def _first_run(self) -> Any:
+        try:
+            return self._run(range(self._job.batch_size))
+        except UsageError:
+            raise
+        except Exception:
+            self._needs_gradients = self._has_values
+            if not self._needs_gradients:
+                raise
+            return self._run(range(self._job.batch_size))
+
     def _run(self, held: range, times: int = 1) -> Any:
-        self._watch.begin(held if len(held) < self._job.batch_size else None)
+        return self._run_in_turn([(held, 0)] * times)[-1]
+
+    def _run_in_turn(self, passes: Sequence[tuple[range, int]]) -> list[Any]:
+        """Forward passes on these samples of these steps, of which later ones meet what earlier ones have left."""
         with contextlib.ExitStack() as scopes:
             if not self._has_values:
                 for scope in (KnownShapes(), OnMeta(device_of(self._job.batch)), evenly_visited(self._model)):
                     scopes.enter_context(scope)
-            scopes.enter_context(_undisturbed(self._model))
+            changed = scopes.enter_context(_undisturbed(self._model))
             scopes.enter_context(_without_batch_statistics(self._model))
             scopes.enter_context(_without_capacity(self._model))
-            scopes.enter_context(torch.no_grad())
+            scopes.enter_context(torch.set_grad_enabled(self._needs_gradients))
             scopes.enter_context(self._watch)
-            before, generators = self._buffers(), _states_outside_torch()
-            for _ in range(times):
-                outputs = call(self._model, self._job.inputs(held))
+            before, generators, earlier = self._buffers(), states_outside_torch(), changed()
+            outputs = []
+            for held, step in passes:
+                self._watch.begin(held if len(held) < self._job.batch_size else None)
+                made = call(self._model, self._job.inputs(held, step))
+                outputs.append(cloned(made) if len(passes) > 1 or self._needs_gradients else made)
                 self._written, before = self._changed(before), self._buffers()
-            for name, state in _states_outside_torch().items():
+            self._kept_in_python = changed() - earlier
+            for name, state in states_outside_torch().items():
                 if state != generators[name]:
                     raise UsageError(
                         f"the forward pass draws numbers with {name}, of which every rank and microbatch would draw "
@@ -211,7 +250,7 @@ class _SampleTrial:
     def _require_failing_on_all(self, error: Exception) -> None:
         """A model that fails on a few samples must fail on all of them too: then its first step shows why."""
         try:
-            with _undisturbed(self._model), torch.no_grad():
+            with _undisturbed(self._model), torch.set_grad_enabled(self._needs_gradients):
                 call(self._model, cloned(self._job.all_inputs))
         except Exception:
             return
@@ -247,6 +286,103 @@ class _SampleTrial:
                 f"every forward pass changes the buffer {name}, and microbatches={self._job.microbatches} runs more of "
                 "them in a step than one device does; use microbatches=1"
             )
+
+    def _require_nothing_carried(self, full: Any, parts: list[Any], output_dims: tuple[SampleDim | None, ...]) -> None:
+        """What the forward pass keeps in Python from one call to the next (a running mean in an attribute) must be for
+        a part of the samples what it is for all of them: two steps are tried."""
+        names = ", ".join(sorted(self._kept_in_python)[:3])
+        everything, halves = range(self._job.batch_size), self._job.halves
+        agree = partial(self._agree, output_dims=output_dims)
+        if not all(map(agree, [full] * len(halves), parts, halves)):
+            return  # samples are mixed, as they may be: parts show nothing
+        in_turn = []
+        try:
+            later = self._run_in_turn([(everything, 0), (everything, 1)])[1]
+            apart = [self._run_in_turn([(held, 0), (held, 1)])[1] for held in halves]
+            if self._job.microbatches > 1:
+                in_turn = self._run_in_turn([(held, step) for step in (0, 1) for held in halves])
+        except UsageError:
+            raise
+        except Exception:  # whatever a model raises here, its second step will raise too
+            return
+        if not all(map(agree, [later] * len(halves), apart, halves)):
+            raise UsageError(
+                f"the forward pass keeps {names} from one call to the next, with values that depend on the samples of "
+                "the batch, of which a rank or a microbatch sees some only; use dp=1 and microbatches=1, or "
+                "nn.BatchNorm for statistics of the batch"
+            )
+        expected = [full] * len(halves) + [later] * len(halves)
+        if not all(map(agree, expected[: len(in_turn)], in_turn, halves * 2)):
+            raise UsageError(
+                f"every forward pass changes {names} and depends on what the one before has left there, and "
+                f"microbatches={self._job.microbatches} runs more of them in a step than one device does; use "
+                "microbatches=1"
+            )
+
+    def _require_separable_backward(self, output_dims: tuple[SampleDim | None, ...]) -> None:
+        """The gradients that come to a sample must not depend on the others: an autograd function or a hook of a
+        user's own may mix them where the forward does not. Tried on two samples, at the outputs of all modules."""
+        pair = range(2)
+        try:
+            points, both = self._gradients_at_modules(pair, output_dims)
+            singles = [self._gradients_at_modules(range(i, i + 1), output_dims) for i in pair]
+        except UsageError:
+            raise
+        except Exception:  # whatever a backward raises here, the first step will raise too
+            return
+        largest = max((float(each.abs().max()) for each in both if each is not None and each.numel()), default=0.0)
+        if any(names != points for names, _ in singles):
+            return  # another way through the model: nothing is known
+        for number in reversed(range(len(points))):
+            for i, (_, alone) in enumerate(singles):
+                if not gradients_match(alone[number], both[number], range(i, i + 1), len(pair), largest):
+                    raise UsageError(
+                        f"the gradient of {points[number]} for a sample depends on the other samples of the batch: an "
+                        "autograd function or a hook on gradients mixes them in the backward. dp and microbatches give "
+                        "a rank some of the samples only; keep samples apart there, or use dp=1 and microbatches=1"
+                    )
+
+    def _gradients_at_modules(
+        self, held: range, output_dims: tuple[SampleDim | None, ...]
+    ) -> tuple[list[str], list[torch.Tensor | None]]:
+        """Of a sum of the outputs with weights that belong to samples: its gradient at what modules put out."""
+        noted: list[tuple[str, torch.Tensor]] = []
+
+        def note(point: str, values: list[torch.Tensor]) -> None:
+            if point.startswith("the output"):
+                noted.extend((point, value) for value in values if value.requires_grad)
+
+        with contextlib.ExitStack() as scopes:
+            scopes.enter_context(_undisturbed(self._model))
+            scopes.enter_context(_without_batch_statistics(self._model))
+            scopes.enter_context(_without_capacity(self._model))
+            scopes.enter_context(noting(self._model, note))
+            scopes.enter_context(torch.enable_grad())
+            scopes.enter_context(self._watch)
+            self._watch.begin(held if len(held) < self._job.batch_size else None)
+            outputs = tree_leaves(call(self._model, self._job.inputs(held)))
+            weighted = [
+                (value, sample_weights(value, where, held))
+                for value, where in zip(outputs, output_dims, strict=True)
+                if isinstance(value, torch.Tensor) and value.requires_grad and is_inexact(value)
+                if where is not None and where.dim is not None
+            ]
+            values, weights = [value for value, _ in weighted], [weight for _, weight in weighted]
+            at, noted = noted, []  # a backward that runs modules again notes more
+            found = torch.autograd.grad(values, [value for _, value in at], weights, allow_unused=True)
+        collect_aux(self._model)
+        return [point for point, _ in at], list(found)
+
+    def _agree(self, full: Any, part: Any, held: range, output_dims: tuple[SampleDim | None, ...]) -> bool:
+        """Whether a part's outputs are those for its samples of the full batch's; of what is made of all samples,
+        nothing is known."""
+        pairs = zip(tree_leaves(full), tree_leaves(part), output_dims, strict=len(output_dims) > 0)
+        return all(
+            matches(mine, full_value, held, self._job.batch_size)
+            for full_value, mine, where in pairs
+            if isinstance(full_value, torch.Tensor) and is_inexact(full_value)
+            if where is None or where.dim is not None
+        )
 
     def _apart(
         self, full: Any, parts: list[Any], output_dims: tuple[SampleDim | None, ...]
@@ -455,9 +591,9 @@ class _RandomCall:
 
 
 @contextlib.contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    with no_side_effects(model), left_as_it_was(model):
-        yield
+def _undisturbed(model: nn.Module) -> Iterator[Callable[[], set[str]]]:
+    with no_side_effects(model) as changed, left_as_it_was(model):
+        yield changed
 
 
 @contextlib.contextmanager

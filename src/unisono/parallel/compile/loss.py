@@ -33,7 +33,7 @@ class CompiledLoss:
     """loss(outputs, targets), compiled where that is possible."""
 
     def __init__(self, loss: Callable[[Any, Any], torch.Tensor], compilation: Compilation) -> None:
-        self.loss = loss
+        self.loss = self.__wrapped__ = loss
         self.__name__ = getattr(loss, "__name__", type(loss).__name__)
         self._name = f"the loss {self.__name__}"
         self._compilation = compilation

@@ -52,7 +52,7 @@ class BatchLoss:
     def __init__(self, loss: Loss) -> None:
         if not callable(loss):
             raise UsageError(f"BatchLoss was given {type(loss).__name__}; expected a function loss(outputs, targets)")
-        self.loss = loss
+        self.loss = self.__wrapped__ = loss
         self.__name__ = name_of(loss)
 
     def __call__(self, outputs: Any, targets: Any) -> torch.Tensor:

@@ -15,6 +15,7 @@ subtracts it. It is what the loss gives for no samples at all, where every mean 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.errors import UnisonoError, UsageError
 from unisono.mesh.random.state import SampleDim
+from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.compile.regions import eager_regions
 from unisono.parallel.loss.counts import (
     MOST_MEANS,
@@ -345,6 +347,7 @@ class GlobalLoss:
     def _prove(self, outputs: Any, targets: Any) -> None:
         """That the batch's loss is the sum of partial losses of two halves, less what both have without samples,
         on this very batch. Outputs without samples take other values: a term that is 0 by chance must not hide."""
+        self._require_repeatable(outputs, targets)
         outputs = self._with_free_outputs_moved(tree_map(detached_from, outputs))
         made = tree_leaves(outputs)
         constant = self._found_constant(outputs, targets)
@@ -381,6 +384,23 @@ class GlobalLoss:
                     "loss=uni.BatchLoss(loss); another one cannot be split: use dp=1, cp=1, microbatches=1"
                 )
         self._is_proved = True
+
+    def _require_repeatable(self, outputs: Any, targets: Any) -> None:
+        """That the loss keeps nothing from one call to the next, as a weight that grows with every call: it is called
+        for every rank and microbatch, and to count what it counts."""
+        with no_side_effects(inspect.unwrap(self._loss)) as changed, torch.no_grad():
+            values = [self._evaluated(outputs, targets)]
+            names = sorted(changed())
+            if not names:
+                return
+            values.append(self._evaluated(outputs, targets))
+        if not torch.equal(*values) and not any(value.isnan() for value in values):
+            raise UsageError(
+                f"the loss {name_of(self._loss)} keeps {', '.join(names[:3])} from one call to the next, and is "
+                f"{values[1].item():.6g} where it was {values[0].item():.6g} for the same batch; under this plan it is "
+                "called once for every rank and microbatch, and more often: change what it keeps in the training loop, "
+                "or use dp=1, cp=1, microbatches=1"
+            )
 
     # ---- terms without samples -----------------------------------------------------------------------------------
 

@@ -112,6 +112,7 @@ def with_model_loss(loss: Loss) -> Loss:
         return loss(outputs.evaluated(targets.labels), targets.targets)
 
     evaluated.__name__ = name_of(loss)
+    setattr(evaluated, "__wrapped__", loss)  # noqa: B010
     return evaluated
 
 

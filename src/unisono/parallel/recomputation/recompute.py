@@ -11,8 +11,9 @@ Attention, full and patterns run code again (torch.utils.checkpoint), from input
 give exactly what the first gave. Random numbers are drawn again as they were: torch's generators are put back, and a
 RandomState knows a repeated draw by that. Modes that change what torch's functions do (a default device, a proof in
 float64) are on again, which in a backward they are not otherwise. Buffers that a forward changes, such as the running
-statistics of BatchNorm, change once: the second run works on copies. So does every run on a cache of keys and values
-that it is given, as Hugging Face's models make one by default: the second would find there what the first has appended.
+statistics of BatchNorm, change once: the second run works on copies.
+So do attributes of modules, such as a counter. So does every run on a cache of keys and values that it is given, as
+Hugging Face's models make one by default: the second would find there what the first has appended.
 
 Modules are changed in place and keep their names, so recomputation composes with whatever else is done to them.
 """
@@ -45,6 +46,7 @@ from unisono.torch_compat import function_modes, transform_at_work
 from unisono.torch_patches import attention
 
 _MARK = "unisono_recomputed"
+_TORCH_NAMES = frozenset(vars(nn.Module()))
 
 
 def recompute(model: nn.Module, what: str | Sequence[str] = "full") -> nn.Module:
@@ -189,6 +191,9 @@ class _SecondRun:
         self._module = module
         self._around = [each for each in (state, sharded) if each is not None]
         self._modes = modes
+        self._attributes = [
+            (child, _attributes_of(child)) for child in (module.modules() if module is not None else ())
+        ]
 
     def __enter__(self) -> None:
         active = function_modes()
@@ -203,6 +208,9 @@ class _SecondRun:
         ]
         for child, name, buffer in self._originals:
             child._buffers[name] = buffer.clone()
+        self._changed = [(child, _attributes_of(child), before) for child, before in self._attributes]
+        for child, now, before in self._changed:
+            _set_attributes(child, now, before)
         self._entered = contextlib.ExitStack()
         for each in self._around:
             self._entered.enter_context(each)
@@ -212,5 +220,22 @@ class _SecondRun:
         # The originals are put back untouched, not written back: autograd may have saved them.
         for child, name, buffer in self._originals:
             child._buffers[name] = buffer
+        for child, now, before in self._changed:
+            _set_attributes(child, before, now)
         for mode in reversed(self._resumed):
             TorchFunctionMode.__exit__(mode, None, None, None)
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    """What a forward may keep on its module; no tensors with a graph, which would live longer than the user meant."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in _TORCH_NAMES and not (isinstance(value, torch.Tensor) and value.grad_fn is not None)
+    }
+
+
+def _set_attributes(module: nn.Module, now: dict[str, Any], then: dict[str, Any]) -> None:
+    for name, value in then.items():
+        if now.get(name, _MARK) is not value:
+            vars(module)[name] = value

@@ -106,7 +106,7 @@ def _shard_model(model: nn.Module, styles: Styles, comm: Communicator, region_of
         for child_name, child in parent._modules.items():
             if child in made:
                 parent._modules[child_name] = made[child]
-    _share_shards(model, shards)
+    _share_shards(model, shards, {*made.values()})
 
 
 def heads_of(model: nn.Module, styles: Styles, modules: dict[str, nn.Module]) -> set[nn.Module]:
@@ -217,11 +217,16 @@ def _sum_experts(module: nn.Module, region: Region) -> None:
     module.register_forward_hook(leave, prepend=True)
 
 
-def _share_shards(model: nn.Module, shards: ParameterSharder) -> None:
+def _share_shards(model: nn.Module, shards: ParameterSharder, layers: set[nn.Module]) -> None:
     """Modules that only hold a parameter that a layer elsewhere uses hold its shard from now on."""
-    for module in model.modules():
+    for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter in shards.made:
+                if module in layers:
+                    raise UsageError(
+                        f"tp: {path} uses its {name}, of shape {tuple(parameter.shape)}, in full, and shares it with a "
+                        'layer whose rule shards it; give both the rule "replicate", or use tp=1'
+                    )
                 module._parameters[name] = shards.made[parameter][1]
                 setattr(module, BORROWS, True)
         if isinstance(module, nn.TransformerEncoder):

@@ -39,6 +39,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.errors import UsageError
+from unisono.mesh.autograd_collectives import require_eager
 from unisono.parallel.blocks import is_container
 from unisono.parallel.checks.value_reads import is_ours, reads_values
 from unisono.parallel.layout import set_layout
@@ -238,7 +239,9 @@ class Units:
     # ---- forward -------------------------------------------------------------------------------------------------
 
     def _before_forward(self, unit: Unit) -> Any:
-        def hook(*_: Any) -> None:
+        def hook(_: nn.Module, args: Any) -> None:
+            for given in tree_leaves(args):
+                require_eager(given, "a module whose parameters ZeRO 3 gathers runs")
             if unit in self.roots and not unit.is_in_backward:
                 self._unit_order = self._unit_order_now()
                 self._unit_order.start_watching()
