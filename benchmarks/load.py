@@ -138,7 +138,8 @@ def present() -> set[str]:
     """What jobs could leave: processes, shared memory, files in the temporary folder, sockets that listen."""
     found = {f"process {words}" for words in processes().values()}
     found |= {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
-    found |= {f"{tempfile.gettempdir()}/{name}" for name in os.listdir(tempfile.gettempdir())}
+    temporary = tempfile.gettempdir()  # torch keeps a cache for each user in it, which outlives all jobs
+    found |= {f"{temporary}/{name}" for name in os.listdir(temporary) if not name.startswith("torchinductor_")}
     for kind in ("shm", "sem", "msg"):
         rows = [line.split() for line in Path(f"/proc/sysvipc/{kind}").read_text().splitlines()[1:]]
         found |= {f"System V {kind} {row[1]}" for row in rows}
