@@ -273,6 +273,25 @@ class ReversedGradients(Net):
         return hidden
 
 
+class Routing(Net):
+    """Tokens come to the experts by their routes: what an expert puts out has no samples one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.Tanh()
+
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        routes = hidden.detach().sum(1).argsort()
+        return hidden.new_zeros(hidden.shape).index_copy(0, routes, self.act(hidden[routes]))
+
+
+def test_a_backward_by_routes_is_none_that_mixes_samples() -> None:
+    for seed in range(4):
+        torch.manual_seed(seed)
+        assert find_samples(Routing(), vectors(seed), looks_back=True) is not None
+
+
 @pytest.mark.parametrize("model", [CentredGradients, NormedGradients])
 def test_a_backward_that_mixes_samples_is_refused(model: type[Net]) -> None:
     torch.manual_seed(0)

@@ -146,6 +146,15 @@ def find_samples(
     return _SampleTrial(tried, job).found()
 
 
+@dataclass(frozen=True)
+class _Gradient:
+    """What a module has put out, and the gradient that came to it."""
+
+    point: str
+    value: torch.Tensor
+    gradient: torch.Tensor | None
+
+
 class _SampleTrial:
     def __init__(self, model: nn.Module, job: _Job, has_values: bool = True) -> None:
         self._model, self._job, self._has_values = model, job, has_values
@@ -321,36 +330,40 @@ class _SampleTrial:
 
     def _require_separable_backward(self, output_dims: tuple[SampleDim | None, ...]) -> None:
         """The gradients that come to a sample must not depend on the others: an autograd function or a hook of a
-        user's own may mix them where the forward does not. Tried on two samples, at the outputs of all modules."""
+        user's own may mix them where the forward does not. Tried on two samples, where a module's output has them one
+        after the other: that of an expert has tokens by their routes."""
         pair = range(2)
         try:
-            points, both = self._gradients_at_modules(pair, output_dims)
+            both = self._gradients_at_modules(pair, output_dims)
             singles = [self._gradients_at_modules(range(i, i + 1), output_dims) for i in pair]
         except UsageError:
             raise
         except Exception:  # whatever a backward raises here, the first step will raise too
             return
-        largest = max((float(each.abs().max()) for each in both if each is not None and each.numel()), default=0.0)
-        if any(names != points for names, _ in singles):
+        if any([each.point for each in alone] != [each.point for each in both] for alone in singles):
             return  # another way through the model: nothing is known
-        for number in reversed(range(len(points))):
-            for i, (_, alone) in enumerate(singles):
-                if not gradients_match(alone[number], both[number], range(i, i + 1), len(pair), largest):
+        found = [each.gradient for each in both if each.gradient is not None and each.gradient.numel()]
+        largest = max((float(gradient.abs().max()) for gradient in found), default=0.0)
+        for of_pair, *of_one in reversed(list(zip(both, *singles, strict=True))):
+            held = [range(i, i + 1) for i in pair]
+            pairs = list(zip(of_one, held, strict=True))
+            if not all(matches(mine.value, of_pair.value, part, len(pair)) for mine, part in pairs):
+                continue
+            for mine, part in pairs:
+                if not gradients_match(mine.gradient, of_pair.gradient, part, len(pair), largest):
                     raise UsageError(
-                        f"the gradient of {points[number]} for a sample depends on the other samples of the batch: an "
+                        f"the gradient of {of_pair.point} for a sample depends on the other samples of the batch: an "
                         "autograd function or a hook on gradients mixes them in the backward. dp and microbatches give "
                         "a rank some of the samples only; keep samples apart there, or use dp=1 and microbatches=1"
                     )
 
-    def _gradients_at_modules(
-        self, held: range, output_dims: tuple[SampleDim | None, ...]
-    ) -> tuple[list[str], list[torch.Tensor | None]]:
+    def _gradients_at_modules(self, held: range, output_dims: tuple[SampleDim | None, ...]) -> list[_Gradient]:
         """Of a sum of the outputs with weights that belong to samples: its gradient at what modules put out."""
-        noted: list[tuple[str, torch.Tensor]] = []
+        noted: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
         def note(point: str, values: list[torch.Tensor]) -> None:
             if point.startswith("the output"):
-                noted.extend((point, value) for value in values if value.requires_grad)
+                noted.extend((point, value, value.detach().clone()) for value in values if value.requires_grad)
 
         with contextlib.ExitStack() as scopes:
             scopes.enter_context(_undisturbed(self._model))
@@ -369,9 +382,9 @@ class _SampleTrial:
             ]
             values, weights = [value for value, _ in weighted], [weight for _, weight in weighted]
             at, noted = noted, []  # a backward that runs modules again notes more
-            found = torch.autograd.grad(values, [value for _, value in at], weights, allow_unused=True)
+            found = torch.autograd.grad(values, [value for _, value, _ in at], weights, allow_unused=True)
         collect_aux(self._model)
-        return [point for point, _ in at], list(found)
+        return [_Gradient(point, value, each) for (point, _, value), each in zip(at, found, strict=True)]
 
     def _agree(self, full: Any, part: Any, held: range, output_dims: tuple[SampleDim | None, ...]) -> bool:
         """Whether a part's outputs are those for its samples of the full batch's; of what is made of all samples,
